@@ -1,0 +1,196 @@
+"""Everything about a config that can be refused before a process starts.
+
+Each check says what was asked, what was found, and the way out, in one line that names the key or
+file. What only the real machines can tell is `pipeline.doctor`'s to say.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from stages.publish.hub import check as check_publish
+
+from pipeline.config import ConfigError, PipelineConfig
+from stages.datagen.prompts import check as check_prompts
+from stages.target import TargetShape, known_shape
+
+GIB = 1 << 30
+
+
+def check(config: PipelineConfig) -> None:
+    """Run all checks. Raises ConfigError for the first one that fails."""
+    try:
+        shape = known_shape(config.target)
+        check_prompts(config.datagen)
+        check_publish(config.publish)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    check_draft(config, shape)
+    check_lengths(config, shape)
+    check_sizes(config)
+    check_workers(config)
+    check_output(config, shape)
+
+
+def check_draft(config: PipelineConfig, shape: TargetShape) -> None:
+    """The draft against the target: mask token, aux layers, block, heads."""
+    draft = config.draft
+    if draft.mask_token_id is None:
+        raise ConfigError(
+            "draft.mask_token_id: must be set to a token that never occurs in text, found null; "
+            "a pad or end-of-text token would be learnt as mask"
+        )
+    if not 0 <= draft.mask_token_id < shape.vocab_size:
+        raise ConfigError(
+            f"draft.mask_token_id={draft.mask_token_id}: expected 0 to {shape.vocab_size - 1}, "
+            "the rows of the target's embedding"
+        )
+    layers = draft.aux_layer_ids
+    if not layers or list(layers) != sorted(set(layers)) or not (layers[0] >= 0 and layers[-1] < shape.num_layers):
+        raise ConfigError(
+            f"draft.aux_layer_ids={list(layers)}: expected ascending layers from 0 to {shape.num_layers - 1}; "
+            f"layer {shape.num_layers}, the final one, is added by itself"
+        )
+    proposals = draft.block_size if draft.sample_from_anchor else draft.block_size - 1
+    if not 1 <= draft.num_speculative_tokens <= proposals:
+        raise ConfigError(
+            f"draft.num_speculative_tokens={draft.num_speculative_tokens}: expected 1 to {proposals} with "
+            f"draft.block_size={draft.block_size} and draft.sample_from_anchor={draft.sample_from_anchor}"
+        )
+    if draft.num_heads % draft.num_kv_heads:
+        raise ConfigError(
+            f"draft.num_heads={draft.num_heads}: expected a multiple of draft.num_kv_heads={draft.num_kv_heads}"
+        )
+    if draft.confidence_with_markov and draft.markov_rank < 1:
+        raise ConfigError("draft.confidence_with_markov=true: needs draft.markov_rank of at least 1, found 0")
+    if draft.causal and draft.sliding_window is None:
+        raise ConfigError("draft.causal=true: vLLM serves causal blocks only with draft.sliding_window, found null")
+
+
+def check_lengths(config: PipelineConfig, shape: TargetShape) -> None:
+    """Sequence lengths along the road."""
+    engine, datagen, train = config.engine, config.datagen, config.train
+    order = [
+        ("train.max_sequence_tokens", train.max_sequence_tokens, "engine.max_model_len", engine.max_model_len),
+        ("datagen.max_sequence_tokens", datagen.max_sequence_tokens, "engine.max_model_len", engine.max_model_len),
+        ("datagen.max_new_tokens", datagen.max_new_tokens, "datagen.max_sequence_tokens", datagen.max_sequence_tokens),
+        (
+            "datagen.min_supervised_tokens",
+            datagen.min_supervised_tokens,
+            "datagen.max_new_tokens",
+            datagen.max_new_tokens,
+        ),
+        ("engine.max_model_len", engine.max_model_len, "the target's positions", shape.max_positions),
+        ("engine.max_model_len", engine.max_model_len, "draft.max_positions", config.draft.max_positions),
+    ]
+    for key, value, bound_key, bound in order:
+        if value > bound:
+            raise ConfigError(
+                f"{key}={value}: expected at most {bound_key}={bound}; lower the first or raise the second"
+            )
+
+
+def check_sizes(config: PipelineConfig) -> None:
+    """Numbers that only make sense inside a range."""
+    positive = {
+        "draft.num_layers": config.draft.num_layers,
+        "draft.block_size": config.draft.block_size,
+        "train.epochs": config.train.epochs,
+        "train.batch_sequences": config.train.batch_sequences,
+        "train.anchors_per_sequence": config.train.anchors_per_sequence,
+        "train.lr": config.train.lr,
+        "train.decay_gamma": config.train.decay_gamma,
+        "train.clip_norm": config.train.clip_norm,
+        "train.num_workers": config.train.num_workers,
+        "train.validate_every_steps": config.train.validate_every_steps,
+        "train.checkpoint_every_steps": config.train.checkpoint_every_steps,
+        "train.keep_checkpoints": config.train.keep_checkpoints,
+        "engine.num_actors": config.engine.num_actors,
+        "engine.tensor_parallel": config.engine.tensor_parallel,
+        "engine.max_num_seqs": config.engine.max_num_seqs,
+        "evaluate.prompts_per_domain": config.evaluate.prompts_per_domain,
+        "evaluate.max_new_tokens": config.evaluate.max_new_tokens,
+        "calibrate.bins": config.calibrate.bins,
+        "hidden_states.segment_gib": config.hidden_states.segment_gib,
+        "hidden_states.attempts": config.hidden_states.attempts,
+    }
+    for key, value in positive.items():
+        if not value > 0:
+            raise ConfigError(f"{key}={value}: expected more than 0")
+    shares = {
+        "train.warmup_share": config.train.warmup_share,
+        "hidden_states.window_share": config.hidden_states.window_share,
+        "hidden_states.max_set_aside_share": config.hidden_states.max_set_aside_share,
+        "calibrate.fit_share": config.calibrate.fit_share,
+    }
+    for key, value in shares.items():
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{key}={value}: expected a share from 0 to 1")
+    train = config.train
+    if train.batch_sequences < train.num_workers:
+        raise ConfigError(
+            f"train.batch_sequences={train.batch_sequences}: expected at least one for each of "
+            f"train.num_workers={train.num_workers}"
+        )
+
+
+def check_workers(config: PipelineConfig) -> None:
+    """A cluster of this process must hold the widest stage, or Ray would wait for ever."""
+    if config.ray.address or os.environ.get("RAY_ADDRESS"):
+        return
+    engine, train = config.engine, config.train
+    have = config.ray.num_cpus or os.cpu_count() or 1
+    need = engine.num_actors * engine.cpus_per_actor + train.num_workers * train.cpus_per_worker
+    if need > have:
+        raise ConfigError(
+            f"train asks for {need:g} CPUs (engine.num_actors x cpus_per_actor + train.num_workers x cpus_per_worker), "
+            f"found {have:g}; lower one or set ray.num_cpus"
+        )
+    gpus = engine.num_actors * engine.gpus_per_actor + train.num_workers * train.gpus_per_worker
+    if gpus and not Path("/dev/nvidia0").exists():
+        raise ConfigError(
+            f"train asks for {gpus} GPUs (engine.gpus_per_actor, train.gpus_per_worker), found none here; "
+            "start it on a cluster (ray job submit, or ray.address=…)"
+        )
+
+
+def check_output(config: PipelineConfig, shape: TargetShape) -> None:
+    """The output folder can be written and has room for what the run will leave there."""
+    out = Path(config.out).resolve()
+    existing = next(path for path in (out, *out.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        found = "read-only" if existing.is_dir() else "a file"
+        raise ConfigError(
+            f"out={config.out}: expected a folder that can be written, found {existing} {found}; "
+            "choose another with out=…"
+        )
+    need, free = disk_bytes(config, shape), shutil.disk_usage(existing).free
+    if free < need:
+        raise ConfigError(
+            f"out={config.out}: the run needs about {need / GIB:.1f} GiB, found {free / GIB:.1f} GiB free "
+            "on its disk; free some or choose another with out=…"
+        )
+
+
+def disk_bytes(config: PipelineConfig, shape: TargetShape) -> int:
+    """What a run leaves on disk at most: training checkpoints, three copies of the draft, a margin.
+
+    Checkpoints hold fp32 weights and two Adam moments of what is trained (12 bytes a parameter); one
+    more than is kept exists while it is written. Drafts are bf16.
+    """
+    parameters = draft_parameters(config, shape)
+    return (config.train.keep_checkpoints + 1) * 12 * parameters + 3 * 2 * parameters + GIB
+
+
+def draft_parameters(config: PipelineConfig, shape: TargetShape) -> int:
+    """Trained parameters of the draft: all but the target's frozen embedding and LM head."""
+    d, width = config.draft, shape.hidden_size
+    attention = (
+        width * d.head_dim * (d.num_heads + 2 * d.num_kv_heads) + d.num_heads * d.head_dim * width + 2 * d.head_dim
+    )
+    layer = attention + 3 * width * d.intermediate_size + 2 * width
+    markov = 2 * shape.vocab_size * d.markov_rank
+    confidence = (width + d.markov_rank * d.confidence_with_markov + 1) if d.confidence_head else 0
+    return d.num_layers * layer + len(d.aux_layer_ids) * width * width + 2 * width + markov + confidence

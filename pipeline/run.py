@@ -1,0 +1,187 @@
+"""python -m pipeline.run — from prompts to a released draft, or any part of that road."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pipeline import checks
+from pipeline.config import DEFAULT_CONF, ConfigError, PipelineConfig, Request, conf_path, flat, load, parse, to_yaml
+from pipeline.console import Console, summary, table
+from pipeline.dag import NAMES, Node, plan
+from stages.artifacts import Artifact, Layout, code_version, write_json, write_whole
+from stages.tracking import Tracker
+
+HELP = """\
+usage: python -m pipeline.run [conf=NAME | run=ID] [stages=A,B] [section.key=value ...]
+
+Takes a target model and prompts, and gives back a released DSpark draft:
+
+    target ─► datagen ─► train ─► calibrate ─► evaluate ─► publish
+
+  conf=NAME       conf/NAME.yaml, or the path of a YAML file   (default: conf=tiny)
+  run=ID          go on with a run that failed or was stopped, with its own config
+  stages=A,B      only these; what they need must be complete
+  section.key=v   any value of the config, e.g. train.lr=3e-4 datagen.limit=100
+                  (lists: draft.aux_layer_ids=[2,15,27]; nothing: train.max_steps=null)
+  --help          this text
+
+Stages that are complete with the same identity are kept, and the run says why it makes the others.
+A run that was killed in any way goes on where it was when the same command is given again.
+
+  python -m pipeline.status       runs, stages, and why each would be made again
+  python -m pipeline.track run=ID sends a run's metrics to MLflow after a server was down
+  make ui                         MLflow on the output folder
+"""
+
+
+def main(args: Sequence[str]) -> int:
+    """Exit status: 0 done, 1 a stage failed, 2 refused before the start, 128 + n stopped by signal n."""
+    if any(arg in ("-h", "--help", "help") for arg in args):
+        print(HELP, end="")
+        return 0
+    try:
+        request = parse(args)
+        config, run_id = resolve(request)
+        checks.check(config)
+        nodes = plan(config)
+        selected = select(request, nodes)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return drive(config, run_id, nodes, selected)
+
+
+def resolve(request: Request) -> tuple[PipelineConfig, str]:
+    """The config and the run's id: a new one, or that of `run=`."""
+    if request.run is None:
+        config = load(conf_path(request.conf or DEFAULT_CONF), request.overrides)
+        return config, f"{config.name}-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"[:-3]
+    out = next((o.partition("=")[2] for o in request.overrides if o.startswith("out=")), PipelineConfig("x").out)
+    folder = Layout(Path(out).resolve()).run(request.run)
+    if not (folder / "config.yaml").is_file():
+        known = [path.name for path in Layout(Path(out).resolve()).runs()[-3:]]
+        raise ConfigError(
+            f"run={request.run}: expected a run in {folder.parent}, found {', '.join(known) or 'none'}; "
+            "runs of another output folder: out=…"
+        )
+    return load(folder / "config.yaml", request.overrides), request.run
+
+
+def select(request: Request, nodes: dict[str, Node]) -> tuple[str, ...]:
+    """Stages that may be made. Raises ConfigError for unknown ones and for missing inputs."""
+    if request.stages is None:
+        return NAMES
+    for name in request.stages:
+        if name not in NAMES:
+            raise ConfigError(f"stages={','.join(request.stages)}: expected some of {', '.join(NAMES)}, found {name!r}")
+    for name in request.stages:
+        for needed in nodes[name].stage.inputs:
+            if not nodes[needed].complete and needed not in request.stages:
+                raise ConfigError(
+                    f"stages={','.join(request.stages)}: {name} needs {needed}, which is not complete "
+                    f"({nodes[needed].reason}); add it to stages="
+                )
+    return request.stages
+
+
+def drive(config: PipelineConfig, run_id: str, nodes: dict[str, Node], selected: Sequence[str]) -> int:
+    """Run, track, and report. Everything that was started has ended when this returns."""
+    from pipeline.execute import Execution, StageFailed, Stopped, cluster
+
+    began = time.monotonic()
+    layout = Layout(Path(config.out).resolve())
+    folder = layout.run(run_id)
+    todo = [name for name in nodes if name in selected and not nodes[name].complete]
+    console = Console()
+    record: dict[str, Any] = {
+        "run": run_id,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "code_version": code_version(),
+        "stages": {name: node.workspace.identity for name, node in nodes.items()},
+        "made": todo,
+        "status": "running",
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "config.yaml", to_yaml(config))
+    write_json(folder / "run.json", record)
+    tracker = tracker_for(config, run_id)
+    status, code = "FAILED", 1  # unless proven otherwise
+    artifacts: dict[str, Artifact] = {}
+    console.say(f"run        {run_id}  ({'nothing to make' if not todo else 'to make: ' + ', '.join(todo)})")
+    if todo:
+        tracker.start()
+        try:
+            with cluster(config.ray) as stop:
+                artifacts = Execution(config, nodes, selected, console, tracker, stop).run()
+            status, code = "FINISHED", 0
+        except StageFailed as error:
+            console.say(f"error: {_one_line(error)}\nGo on with: python -m pipeline.run run={run_id}{_where(config)}")
+        except Stopped as error:
+            status, code = "KILLED", 128 + error.signum
+            console.say(f"stopped by {error}; go on with: python -m pipeline.run run={run_id}{_where(config)}")
+        finally:
+            console.close()
+            undelivered = tracker.close(status)
+        if undelivered:
+            again = f"python -m pipeline.track run={run_id}{_where(config)}"
+            console.say(f"warning: tracking is incomplete ({undelivered}); send the rest with: {again}")
+    else:
+        status, code = "FINISHED", 0
+        artifacts = {name: Artifact.open(node.workspace.final) for name, node in nodes.items() if node.complete}
+    record |= {
+        "status": status.lower(),
+        "seconds": round(time.monotonic() - began, 1),
+        "mlflow_run": tracker.parent_run_id,
+    }
+    write_json(folder / "run.json", record)
+    if code == 0:
+        print(closing(artifacts, todo, tracker, time.monotonic() - began))
+    return code
+
+
+def tracker_for(config: PipelineConfig, run_id: str) -> Tracker:
+    """The tracker of a run, not started yet."""
+    layout = Layout(Path(config.out).resolve())
+    model = config.tracking.registered_model or f"{config.name}-draft"
+    return Tracker(
+        dataclasses.replace(config.tracking, registered_model=model), layout.root, layout.run(run_id), flat(config)
+    )
+
+
+def closing(artifacts: dict[str, Artifact], made: Sequence[str], tracker: Tracker, seconds: float) -> str:
+    """The tables at the end, and where everything is."""
+    parts = ["", summary(artifacts, made)]
+    if "evaluate" in artifacts:
+        report = json.loads((artifacts["evaluate"].path / "report.json").read_text(encoding="utf-8"))
+        parts += ["", _domains(report)]
+    if "publish" in artifacts:
+        parts += ["", f"release    {artifacts['publish'].path / 'release'}"]
+    parts += [f"tracking   {tracker.uri}  (make ui)", f"{seconds:.1f} s in all"]
+    return "\n".join(parts)
+
+
+def _domains(report: dict[str, Any]) -> str:
+    return table(["domain"], [[name] for name in report.get("domains", {})])
+
+
+def _where(config: PipelineConfig) -> str:
+    return "" if config.out == PipelineConfig("x").out else f" out={config.out}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,71 @@
+"""python -m pipeline.status — runs, stages, and why each would be made again. Starts nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import ConfigError, parse
+from pipeline.console import headline, table
+from pipeline.dag import plan
+from pipeline.run import resolve
+from stages.artifacts import Layout, Record
+
+HELP = """\
+usage: python -m pipeline.status [conf=NAME | run=ID] [section.key=value ...]
+
+Shows the runs in the output folder, and for the config that is named (default: conf=tiny) every stage:
+whether it is complete, and otherwise why `pipeline.run` with the same arguments would make it.
+"""
+
+
+def main(args: Sequence[str]) -> int:
+    """Exit status 0, or 2 when the config is refused."""
+    if any(arg in ("-h", "--help", "help") for arg in args):
+        print(HELP, end="")
+        return 0
+    try:
+        config, _ = resolve(parse(args))
+        nodes = plan(config)
+    except (ConfigError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    layout = Layout(Path(config.out).resolve())
+    runs = [_run_row(path) for path in layout.runs()]
+    if runs:
+        print(table(["run", "status", "seconds", "made"], runs, right=[2]), end="\n\n")
+    else:
+        print(f"no runs in {layout.root}\n")
+    rows = []
+    for name, node in nodes.items():
+        result = headline(name, Record.read(node.workspace.final)) if node.complete else ""
+        rows.append([name, node.workspace.identity, "complete" if node.complete else "to make", node.reason, result])
+    print(table(["stage", "identity", "state", "why", "result"], rows))
+    return 0
+
+
+def _run_row(path: Path) -> list[str]:
+    run: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    status = str(run["status"])
+    if status == "running" and run["host"] == socket.gethostname() and not _alive(int(run["pid"])):
+        status = "killed"
+    return [str(run["run"]), status, str(run.get("seconds", "")), ", ".join(run["made"]) or "nothing"]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,252 @@
+"""What stages hand to each other: artifacts, their identity, and where they lie on disk.
+
+An artifact is a folder whose `record.json` was written last. While a stage works, the folder is
+called `<name>.partial`; `Workspace.commit` writes the record and renames it, so whoever finds
+`<name>` finds all of it. This module makes every path under an output root and knows no stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from stages.events import Events
+
+RECORD = "record.json"
+
+
+class ArtifactError(ValueError):
+    """A folder that was asked for is not a complete artifact of the expected kind."""
+
+
+def resource(default: Any) -> Any:
+    """A config field that never changes a result (a size of a pool, a path, an address)."""
+    return field(default=default, metadata={"identity": False})
+
+
+def fingerprint(config: Any) -> Any:
+    """`config` as plain JSON values, without the fields declared by `resource`."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {
+            f.name: fingerprint(getattr(config, f.name))
+            for f in dataclasses.fields(config)
+            if f.metadata.get("identity", True)
+        }
+    if isinstance(config, Mapping):
+        return {str(key): fingerprint(value) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [fingerprint(value) for value in config]
+    return str(config) if isinstance(config, Path) else config
+
+
+def digest(value: Any) -> str:
+    """Sixteen hex digits of SHA-256 over the canonical JSON of `value`."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old content or all of the new."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_whole` of indented JSON; NaN is refused, since few readers accept it."""
+    write_whole(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What `record.json` says of an artifact.
+
+    `counts` are whole numbers of things (samples, rounds), `metrics` carry their unit in the key,
+    `facts` are whatever the kind needs to be read again (files, layer ids, digests).
+    """
+
+    kind: str
+    identity: str
+    format_version: int
+    config: dict[str, Any]
+    inputs: dict[str, str]
+    counts: dict[str, int]
+    metrics: dict[str, float]
+    facts: dict[str, Any]
+    code_version: str
+    created: str
+    seconds: float
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """Raises ArtifactError when there is no readable record in folder `path`."""
+        try:
+            return cls(**json.loads((path / RECORD).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise ArtifactError(f"{path / RECORD}: expected a complete artifact's record, found {error}") from error
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A finished output: a folder and its record. Subclasses name the files inside."""
+
+    path: Path
+    record: Record
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Open a finished artifact. Raises ArtifactError when incomplete or of another kind."""
+        record = Record.read(path)
+        if record.kind != cls.__name__:
+            raise ArtifactError(f"{path}: expected a {cls.__name__}, found a {record.kind}")
+        return cls(path, record)
+
+    @classmethod
+    def open(cls, path: Path) -> Artifact:
+        """Open a finished artifact of any kind, as a plain Artifact."""
+        return Artifact(path, Record.read(path))
+
+    @property
+    def identity(self) -> str:
+        """Sixteen hex digits that follow from the config and the inputs."""
+        return self.record.identity
+
+
+A = TypeVar("A", bound=Artifact)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where one stage builds one artifact.
+
+    `path` is the `.partial` folder. It survives a crash, and the next try of the same identity
+    finds in it whatever shards or checkpoints were whole.
+    """
+
+    final: Path
+    identity: str
+    format_version: int = 1
+    config: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def path(self) -> Path:
+        return self.final.with_name(self.final.name + ".partial")
+
+    @property
+    def events(self) -> Events:
+        return Events(self.path)
+
+    @contextmanager
+    def locked(self) -> Iterator[Self]:
+        """Hold the workspace against other processes; the lock dies with this one.
+
+        Raises BlockingIOError with the folder's name when another run is building it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self.final.with_name(self.final.name + ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BlockingIOError(
+                    f"{self.path}: another run is building this artifact; wait for it or stop it"
+                ) from error
+            yield dataclasses.replace(self, started=time.monotonic())
+
+    def commit(
+        self,
+        kind: type[A],
+        *,
+        counts: Mapping[str, int],
+        metrics: Mapping[str, float],
+        facts: Mapping[str, Any],
+        drop: Sequence[str] = (),
+    ) -> A:
+        """Remove the working files named in `drop`, write the record, make the folder visible."""
+        record = Record(
+            kind=kind.__name__,
+            identity=self.identity,
+            format_version=self.format_version,
+            config=self.config,
+            inputs=self.inputs,
+            counts=dict(counts),
+            metrics=dict(metrics),
+            facts=dict(facts),
+            code_version=code_version(),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds=round(time.monotonic() - self.started, 3),
+        )
+        for name in drop:
+            remove(self.path / name)
+        self.events.finish()
+        write_json(self.path / RECORD, dataclasses.asdict(record))
+        remove(self.final)
+        self.path.rename(self.final)
+        return kind.load(self.final)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder; a missing one is fine."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every path under one output root."""
+
+    root: Path
+
+    def artifact(self, stage: str, identity: str) -> Path:
+        return self.root / "artifacts" / f"{stage}-{identity}"
+
+    def run(self, run_id: str) -> Path:
+        return self.root / "runs" / run_id
+
+    def runs(self) -> list[Path]:
+        """Folders of all runs, oldest first."""
+        return sorted(path for path in (self.root / "runs").glob("*") if (path / "run.json").exists())
+
+    def others(self, stage: str, identity: str) -> list[Path]:
+        """Complete artifacts of `stage` with another identity, newest first."""
+        found = [p for p in (self.root / "artifacts").glob(f"{stage}-*") if (p / RECORD).exists()]
+        found = [p for p in found if p != self.artifact(stage, identity)]
+        return sorted(found, key=lambda p: (p / RECORD).stat().st_mtime, reverse=True)
+
+
+@cache
+def code_version() -> str:
+    """The git commit of this code, with `+changes` when files differ; `unknown` outside a checkout."""
+    here = Path(__file__).parent
+    git: Callable[..., str] = lambda *args: subprocess.run(  # noqa: E731
+        ["git", *args], cwd=here, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("DSPARK_CODE_VERSION", "unknown")

@@ -1,0 +1,102 @@
+"""The corpus: token ids and loss masks of conversations, in Parquet, split by prompt."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stages.artifacts import Artifact
+
+Split = Literal["train", "validation", "calibration", "evaluation"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "calibration", "evaluation")
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("domain", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),  # true where the target wrote the token
+        ("messages", pa.string()),  # JSON
+    ]
+)
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One conversation as the target reads and wrote it. Both arrays have length T."""
+
+    id: str
+    domain: str
+    input_ids: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # bool [T]
+    messages: str = ""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def checksum(self) -> int:
+        """CRC-32 of the token ids; travels with hidden states so that they cannot be swapped."""
+        return tokens_checksum(self.input_ids)
+
+    def truncated(self, max_tokens: int) -> TokenSequence:
+        """The first `max_tokens` tokens."""
+        return TokenSequence(
+            self.id, self.domain, self.input_ids[:max_tokens], self.loss_mask[:max_tokens], self.messages
+        )
+
+
+def tokens_checksum(token_ids: np.ndarray | list[int]) -> int:
+    """CRC-32 over the ids as little-endian int32."""
+    return zlib.crc32(np.ascontiguousarray(token_ids, dtype="<i4").tobytes())
+
+
+@dataclass(frozen=True)
+class Corpus(Artifact):
+    """Conversations that a target wrote, with the provenance in the record."""
+
+    def files(self, split: Split) -> list[Path]:
+        return sorted(self.path.glob(f"{split}-*.parquet"))
+
+    def sequences(self, split: Split) -> list[TokenSequence]:
+        """All conversations of a split, in the corpus' order."""
+        return [sequence for file in self.files(split) for sequence in read_shard(file)]
+
+
+def write_shard(path: Path, sequences: list[TokenSequence]) -> None:
+    """Write one Parquet file, the same bytes for the same sequences. Written beside, then renamed."""
+    table = pa.Table.from_pydict(
+        {
+            "id": [s.id for s in sequences],
+            "domain": [s.domain for s in sequences],
+            "input_ids": [s.input_ids for s in sequences],
+            "loss_mask": [s.loss_mask for s in sequences],
+            "messages": [s.messages for s in sequences],
+        },
+        schema=SCHEMA,
+    )
+    beside = path.with_name(f".{path.name}.partial")
+    pq.write_table(table, beside, compression="zstd")
+    beside.replace(path)
+
+
+def read_shard(path: Path) -> list[TokenSequence]:
+    """Read one Parquet file of a corpus."""
+    table = pq.read_table(path, schema=SCHEMA)
+    columns = [table.column(name) for name in SCHEMA.names]
+    return [
+        TokenSequence(
+            id_.as_py(),
+            domain.as_py(),
+            np.asarray(ids.values, dtype=np.int32),
+            np.asarray(mask.values.to_numpy(zero_copy_only=False), dtype=bool),
+            messages.as_py(),
+        )
+        for id_, domain, ids, mask, messages in zip(*columns, strict=True)
+    ]

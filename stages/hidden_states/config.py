@@ -1,0 +1,24 @@
+"""How hidden states travel from vLLM to training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stages.artifacts import resource
+
+
+@dataclass(frozen=True)
+class HiddenStatesConfig:
+    """The Mooncake store between extractors and trainers, and the bounds on what is in flight."""
+
+    protocol: Literal["tcp", "rdma"] = resource("tcp")
+    device: str = resource("")  # RDMA devices, comma separated; empty: Mooncake chooses
+    master_address: str = resource("")  # host:port of a running master; empty: the stage runs its own
+    segment_gib: float = resource(0.5)  # memory each extractor lends to the store
+    local_buffer_gib: float = resource(0.25)  # staging memory of each client
+    writer_threads: int = resource(2)
+    window_share: float = resource(0.5)  # of the store's capacity that may be asked for and not yet read
+    attempts: int = resource(3)  # tries for one sequence before it is set aside by name
+    sample_timeout_s: float = resource(120.0)
+    max_set_aside_share: float = resource(0.01)  # of all sequences; above it the stage stops

@@ -1,0 +1,143 @@
+"""The config: every shipped file loads, and whatever cannot work is refused in one line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline import checks
+from pipeline.checks import draft_parameters
+from pipeline.config import ROOT, ConfigError, conf_path, load, parse, to_yaml
+from stages.target import known_shape
+
+CONFS = sorted(path.stem for path in (ROOT / "conf").glob("*.yaml"))
+
+
+@pytest.fixture
+def roomy_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster elsewhere with a large disk: what only a machine can tell is not asked."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    usage = shutil.disk_usage("/")._replace(free=1 << 50)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+
+@pytest.mark.parametrize("name", CONFS)
+def test_shipped_config_passes_every_check(name: str, tmp_path: Path, roomy_cluster: None) -> None:
+    overrides = [f"out={tmp_path}"]
+    if name == "smollm2":  # its prompts lie outside the project
+        overrides.append("datagen.prompts=[conf/prompts/tiny.jsonl]")
+    checks.check(load(conf_path(name), overrides))
+
+
+@pytest.mark.parametrize("name", CONFS)
+def test_config_survives_writing_and_reading(name: str, tmp_path: Path) -> None:
+    config = load(conf_path(name), ["train.lr=3e-4"])
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    assert load(tmp_path / "again.yaml") == config
+
+
+def test_k3_draft_has_the_published_number_of_parameters() -> None:
+    config = load(conf_path("kimi_k3"))
+    shape = known_shape(config.target)
+    assert draft_parameters(config, shape) == 2_396_090_241
+    assert draft_parameters(config, shape) + 2 * shape.vocab_size * shape.hidden_size == 4_744_900_481
+
+
+BAD = {
+    "train.lrr=1": ["train.lrr", "'lr'"],
+    "trian.lr=1": ["trian"],
+    "train.lr=fast": ["train.lr", "fast", "Float"],
+    "engine.dtype=fp4": ["engine.dtype", "fp4", "bfloat16"],
+    "train.epochs=0": ["train.epochs=0", "more than 0"],
+    "draft.mask_token_id=null": ["draft.mask_token_id", "null"],
+    "draft.mask_token_id=1024": ["draft.mask_token_id=1024", "0 to 1023"],
+    "draft.mask_token_id=-1": ["draft.mask_token_id=-1"],
+    "draft.aux_layer_ids=[1,4]": ["draft.aux_layer_ids", "0 to 3"],
+    "draft.aux_layer_ids=[2,1]": ["draft.aux_layer_ids", "ascending"],
+    "draft.aux_layer_ids=[]": ["draft.aux_layer_ids"],
+    "draft.num_speculative_tokens=9": ["draft.num_speculative_tokens=9", "1 to 8"],
+    "draft.block_size=4": ["draft.num_speculative_tokens=8", "draft.block_size=4"],
+    "draft.sample_from_anchor=false": ["draft.num_speculative_tokens=8", "1 to 7"],
+    "draft.num_kv_heads=3": ["draft.num_heads=4", "draft.num_kv_heads=3"],
+    "draft.causal=true": ["draft.causal", "draft.sliding_window"],
+    "engine.max_model_len=4096": ["engine.max_model_len=4096", "512"],
+    "train.max_sequence_tokens=600": ["train.max_sequence_tokens=600", "engine.max_model_len=512"],
+    "train.batch_sequences=1": ["train.batch_sequences=1", "train.num_workers=2"],
+    "train.cpus_per_worker=50": ["train asks for", "CPUs"],
+    "engine.gpus_per_actor=1": ["GPUs"],
+    "datagen.prompts=[nowhere.jsonl]": ["nowhere.jsonl"],
+    "datagen.prompts=[]": ["datagen.prompts"],
+    "target.path=nowhere": ["target"],
+    "target.tiny=null": ["target", "neither"],
+}
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_bad_value_is_refused_naming_it(override: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        checks.check(load(conf_path("tiny"), [f"out={tmp_path}", override]))
+    message = str(refused.value)
+    assert "\n" not in message
+    for part in BAD[override]:
+        assert part in message
+
+
+def test_unknown_conf_names_the_closest() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'tiny'.*kimi_k3"):
+        conf_path("tniy")
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [("", "empty"), ('{"text": "no turns"}\n', "turns"), ("not json\n", "JSON"), ('{"turns": [3]}\n', "turns")],
+)
+def test_prompts_file_without_prompts_is_refused(content: str, part: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as refused:
+        checks.check(load(conf_path("tiny"), [f"out={tmp_path}", f"datagen.prompts=[{path}]"]))
+    assert str(path) in str(refused.value)
+    assert part in str(refused.value)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_incomplete_target_folder_is_refused(missing: str, tmp_path: Path) -> None:
+    shape = '{"num_hidden_layers": 4, "hidden_size": 8, "vocab_size": 9, "max_position_embeddings": 99}'
+    folder = tmp_path / "target"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        if name != missing:
+            (folder / name).write_text(shape)
+    with pytest.raises(ConfigError, match=str(folder)):
+        checks.check(load(conf_path("tiny"), ["target.tiny=null", f"target.path={folder}"]))
+
+
+def test_output_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_file = tmp_path / "file"
+    a_file.write_text("")
+    with pytest.raises(ConfigError, match=r"out=.*a file"):
+        checks.check(load(conf_path("tiny"), [f"out={a_file}/below"]))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(ConfigError, match=r"out=.*read-only"):
+        checks.check(load(conf_path("tiny"), [f"out={tmp_path}"]))
+
+
+def test_too_little_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ConfigError, match=r"out=.*needs about .* GiB, found 0\.0 GiB"):
+        checks.check(load(conf_path("tiny"), [f"out={tmp_path}"]))
+
+
+def test_command_line_is_split() -> None:
+    request = parse(["conf=smollm2", "stages=train,calibrate", "train.lr=3e-4"])
+    assert request.conf == "smollm2"
+    assert request.stages == ("train", "calibrate")
+    assert request.overrides == ("train.lr=3e-4",)
+    with pytest.raises(ConfigError, match=r"key=value"):
+        parse(["--fast"])
+    with pytest.raises(ConfigError, match=r"both"):
+        parse(["conf=tiny", "run=x"])

@@ -1,0 +1,81 @@
+"""The graph on a real Ray cluster: order, failure, resume, tracking, and leaving nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.e2e
+TOY = Path(__file__).with_name("toy.py")
+
+
+def start(out: Path, behaviour: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(TOY), str(out), behaviour]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def status(out: Path) -> str:
+    return str(json.loads((out / "runs" / "toy" / "run.json").read_text())["status"])
+
+
+def test_failure_is_told_and_resumed(tmp_path: Path) -> None:
+    failing = start(tmp_path, "fail")
+    told, _ = failing.communicate(timeout=120)
+    assert failing.returncode == 1
+    assert "error: datagen: second.key=3: expected 4\n" in told
+    assert "run=toy" in told
+    assert status(tmp_path) == "failed"
+
+    again = start(tmp_path, "ok")
+    told, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, told
+    assert "target     is there already" in told
+    assert "was interrupted; continues" in told
+    assert status(tmp_path) == "finished"
+
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    runs = client.search_runs([client.get_experiment_by_name("dspark").experiment_id])
+    by_name = {run.info.run_name: run for run in runs}
+    assert set(by_name) == {"toy", "target", "datagen"}  # the second try went on in the same runs
+    assert by_name["datagen"].info.status == by_name["toy"].info.status == "FINISHED"
+    assert by_name["datagen"].data.metrics["count.in"] == 1
+    assert [m.step for m in client.get_metric_history(by_name["datagen"].info.run_id, "loss_nat")] == [1]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_stopped_driver_leaves_no_process(signum: signal.Signals, tmp_path: Path) -> None:
+    driver = start(tmp_path, "sleep")
+    deadline = time.monotonic() + 90
+    while not (children := list(tmp_path.glob("artifacts/*.partial/child"))):
+        assert time.monotonic() < deadline
+        assert driver.poll() is None
+        time.sleep(0.1)
+    started = psutil.Process(driver.pid).children(recursive=True)
+    names = {p.pid: p.name() for p in started}
+    assert any("raylet" in name for name in names.values())
+    stopped_at = time.monotonic()
+    os.kill(driver.pid, signum)
+    driver.wait(timeout=30)
+    if signum != signal.SIGKILL:  # nobody can clean up after that but the kernel, and a stage's own children
+        _, alive = psutil.wait_procs(started, timeout=max(0.0, 10 - (time.monotonic() - stopped_at)))
+        assert not [names[p.pid] for p in alive]
+        assert not psutil.pid_exists(int(children[0].read_text()))
+        assert driver.returncode == 128 + signum
+        assert status(tmp_path) == "killed"
+    else:
+        child = int(children[0].read_text())
+        _, alive = psutil.wait_procs([p for p in started if p.pid != child], timeout=40)
+        for process in psutil.process_iter():
+            if process.pid == child:
+                process.kill()
+        assert not [names[p.pid] for p in alive]

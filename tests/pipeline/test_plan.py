@@ -1,0 +1,129 @@
+"""Identities, resume decisions, and the words in which they are explained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import ConfigError, PipelineConfig, Request, conf_path, load
+from pipeline.dag import NAMES, STAGES, plan
+from pipeline.run import select
+from stages.artifacts import Artifact, ArtifactError, Record, Workspace, resource
+
+
+def config(tmp_path: Path, *overrides: str) -> PipelineConfig:
+    return load(conf_path("tiny"), [f"out={tmp_path}", *overrides])
+
+
+def identities(config: PipelineConfig) -> dict[str, str]:
+    return {name: node.workspace.identity for name, node in plan(config).items()}
+
+
+def changed(tmp_path: Path, *overrides: str) -> set[str]:
+    """Stages that another config would make anew."""
+    before, after = identities(config(tmp_path)), identities(config(tmp_path, *overrides))
+    return {name for name in NAMES if before[name] != after[name]}
+
+
+def complete(settings: PipelineConfig, *names: str) -> None:
+    for name in names:
+        node = plan(settings)[name]
+        node.workspace.path.mkdir(parents=True)
+        kind = type(node.stage.kind, (Artifact,), {})
+        node.workspace.commit(kind, counts={}, metrics={}, facts={})
+
+
+def test_table_is_in_data_order() -> None:
+    seen: set[str] = set()
+    for stage in STAGES:
+        assert seen.issuperset(stage.inputs)
+        seen.add(stage.name)
+
+
+def test_identity_follows_the_road(tmp_path: Path) -> None:
+    after_train = {"train", "calibrate", "evaluate", "publish"}
+    assert changed(tmp_path, "train.lr=1e-4") == after_train
+    assert changed(tmp_path, "datagen.max_new_tokens=64") == after_train | {"datagen"}
+    assert changed(tmp_path, "target.tiny.seed=7") == set(NAMES)
+    assert changed(tmp_path, "publish.license=mit") == {"publish"}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "engine.num_actors=1",
+        "engine.kv_cache_gib=1",
+        "train.num_workers=1",
+        "train.checkpoint_every_steps=7",
+        "hidden_states.segment_gib=1",
+        "ray.num_cpus=2",
+        "tracking.uri=http://127.0.0.1:1",
+        "publish.repo_id=me/draft",
+    ],
+)
+def test_machines_paths_and_addresses_are_not_identity(override: str, tmp_path: Path) -> None:
+    assert changed(tmp_path, override) == set()
+
+
+def test_prompts_count_by_content_not_by_path(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "p.jsonl").write_text('{"turns": ["hello"]}\n')
+    one = identities(config(tmp_path, f"datagen.prompts=[{tmp_path}/a/p.jsonl]"))
+    assert identities(config(tmp_path, f"datagen.prompts=[{tmp_path}/b/p.jsonl]")) == one
+    (tmp_path / "b" / "p.jsonl").write_text('{"turns": ["goodbye"]}\n')
+    assert identities(config(tmp_path, f"datagen.prompts=[{tmp_path}/b/p.jsonl]"))["datagen"] != one["datagen"]
+
+
+def test_plan_says_why(tmp_path: Path) -> None:
+    first = config(tmp_path)
+    assert plan(first)["train"].reason == "never made"
+    complete(first, *NAMES)
+    assert all(node.complete for node in plan(first).values())
+    other = plan(config(tmp_path, "train.lr=0.5"))
+    assert other["datagen"].complete
+    assert other["train"].reason == "train.lr 0.002 → 0.5"
+    assert other["calibrate"].reason == "train was made anew"
+    other["train"].workspace.path.mkdir()
+    assert "interrupted" in plan(config(tmp_path, "train.lr=0.5"))["train"].reason
+
+
+def test_half_written_artifact_is_not_complete(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    complete(settings, "target")
+    record = plan(settings)["target"].workspace.final / "record.json"
+    record.write_text(record.read_text()[:20])
+    node = plan(settings)["target"]
+    assert not node.complete
+    assert "unreadable" in node.reason
+
+
+def test_selected_stages_need_their_inputs(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    with pytest.raises(ConfigError, match=r"train needs target.*never made"):
+        select(Request(None, None, ("train",), ()), plan(settings))
+    with pytest.raises(ConfigError, match=r"found 'trian'"):
+        select(Request(None, None, ("trian",), ()), plan(settings))
+    complete(settings, "target", "datagen")
+    assert select(Request(None, None, ("train",), ()), plan(settings)) == ("train",)
+
+
+def test_workspace_is_visible_only_when_whole(tmp_path: Path) -> None:
+    space = Workspace(tmp_path / "thing", "abc")
+    with space.locked() as out:
+        (out.path / "data").write_text("x")
+        (out.path / "work").mkdir()
+        assert not space.final.exists()
+        with pytest.raises(BlockingIOError, match=r"another run"), Workspace(tmp_path / "thing", "abc").locked():
+            pass
+        made = out.commit(Artifact, counts={"n": 1}, metrics={}, facts={}, drop=["work"])
+    assert Artifact.load(space.final) == made
+    assert sorted(path.name for path in space.final.iterdir()) == ["data", "record.json"]
+    assert Record.read(space.final).counts == {"n": 1}
+    with pytest.raises(ArtifactError, match=r"expected a complete artifact"):
+        Artifact.load(tmp_path)
+
+
+def test_resource_fields_are_left_out_of_identity() -> None:
+    assert resource(3).metadata["identity"] is False
