@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from stages.artifacts import resource
 
@@ -12,8 +13,9 @@ class PublishConfig:
     """The release folder, and the Hub repository when one is named."""
 
     name: str = ""  # title of the model card; empty: <target>-speculator.dspark
-    license: str = "apache-2.0"
-    draft_sample_method: str = "greedy"
-    rejection_sample_method: str = "standard"
-    repo_id: str | None = resource(None)  # None: local folder only; the token comes from HF_TOKEN
+    license: str = "apache-2.0"  # the Hub's identifier
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    rejection_sample_method: Literal["standard", "block"] = "standard"
+    # None: local folder only. Written into the card and the serving config; the token comes from HF_TOKEN.
+    repo_id: str | None = None
     private: bool = resource(True)

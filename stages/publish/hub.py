@@ -1,0 +1,70 @@
+"""The Hub: what can be refused before a run starts, and the upload. The only user of its write API."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from stages.publish.config import PublishConfig
+
+TOKEN = "HF_TOKEN"
+STALE = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.png", "*.json", "SHA256SUMS")
+"""Remote files of an earlier release that must not survive this one, unless it has them too."""
+
+
+def check(config: PublishConfig) -> None:
+    """Raise ValueError, naming key or variable, for what would make `publish` fail at the very end."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", config.license):
+        raise ValueError(f"publish.license={config.license!r}: expected a Hub license id such as apache-2.0 or mit")
+    if config.repo_id is None:
+        return
+    try:
+        validate_repo_id(config.repo_id)
+    except HFValidationError as error:
+        raise ValueError(
+            f"publish.repo_id={config.repo_id!r}: expected owner/name, found an invalid id: {error}"
+        ) from error
+    if config.repo_id.count("/") != 1:
+        raise ValueError(f"publish.repo_id={config.repo_id!r}: expected owner/name")
+    if constants.is_offline_mode():
+        raise ValueError(f"publish.repo_id={config.repo_id}: HF_HUB_OFFLINE forbids the upload; unset one of the two")
+    if not os.environ.get(TOKEN):
+        raise ValueError(
+            f"publish.repo_id={config.repo_id}: expected a write token in {TOKEN}, found none; "
+            "export one, or unset publish.repo_id"
+        )
+
+
+def upload(folder: Path, names: Sequence[str], config: PublishConfig, endpoint: str | None = None) -> str:
+    """Put exactly `names` of `folder` into the repository in one commit and return the commit's hash.
+
+    Users see the earlier release until that commit, and all of the new one after it (`upload_folder`
+    may split into several commits, so it is not used). Raises RuntimeError when the Hub then lacks a
+    file; the Hub's own errors pass through.
+    """
+    assert config.repo_id is not None
+    api = HfApi(endpoint=endpoint, token=os.environ[TOKEN])
+    api.create_repo(config.repo_id, private=config.private, exist_ok=True)
+    stale = [
+        name
+        for name in api.list_repo_files(config.repo_id)
+        if name not in names and any(fnmatch(name, pattern) for pattern in STALE)
+    ]
+    commit = api.create_commit(
+        config.repo_id,
+        operations=[
+            *(CommitOperationDelete(path_in_repo=name) for name in stale),
+            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in names),
+        ],
+        commit_message="Release draft",
+    )
+    missing = set(names) - set(api.list_repo_files(config.repo_id, revision=commit.oid))
+    if missing:
+        raise RuntimeError(f"{config.repo_id}: commit {commit.oid} lacks {sorted(missing)}; publish again")
+    return str(commit.oid)

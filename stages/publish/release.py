@@ -1,0 +1,68 @@
+"""The release folder: which files it may hold, and what must be true of them before anybody sees it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from stages.artifacts import file_digest, write_whole
+from stages.draft.artifact import Calibration, Report
+from stages.draft.checkpoint import CONFIG, WEIGHTS, check_checkpoint
+
+CHECKPOINT_FILES = (CONFIG, WEIGHTS)
+CALIBRATION_FILES = ("confidence_calibration.json", "calibration.json", "reliability.png")
+REPORT_FILES = ("report.json", "report.md", "acceptance.png", "positions.png")
+WRITTEN_FILES = ("README.md", "speculative_config.json", "provenance.json")
+SUMS = "SHA256SUMS"
+ALLOWED = frozenset((*CHECKPOINT_FILES, *CALIBRATION_FILES, *REPORT_FILES, *WRITTEN_FILES, SUMS))
+TEXT_SUFFIXES = (".json", ".md", "")
+
+
+def copy_inputs(calibration: Calibration, report: Report, folder: Path) -> None:
+    """Copy checkpoint, calibration files and report into `folder`.
+
+    Raises ValueError when the checkpoint holds a file that would not be released (a shard, remote code).
+    """
+    odd = sorted(path.name for path in calibration.checkpoint.iterdir() if path.name not in CHECKPOINT_FILES)
+    if odd:
+        raise ValueError(f"{calibration.checkpoint}: expected {', '.join(CHECKPOINT_FILES)} only, found also {odd}")
+    sources = [calibration.checkpoint / name for name in CHECKPOINT_FILES]
+    if calibration.record.facts["calibrated"]:
+        sources += [calibration.path / name for name in CALIBRATION_FILES if (calibration.path / name).exists()]
+    sources += [report.path / name for name in REPORT_FILES]
+    for source in sources:
+        shutil.copyfile(source, folder / source.name)
+
+
+def check_release(folder: Path, evaluated_sha256: Mapping[str, str], secrets: Iterable[str]) -> None:
+    """Raise ValueError unless the folder may be published.
+
+    The weights are bit for bit those that were evaluated; every tensor fits `config.json`; only allowed
+    files are there; no text file holds one of the `secrets`.
+    """
+    found = {path.name: file_digest(path) for path in sorted(folder.glob("*.safetensors"))}
+    if found != dict(evaluated_sha256):
+        raise ValueError(
+            f"{folder}: expected the evaluated weights {dict(evaluated_sha256)}, found {found}; evaluate again"
+        )
+    check_checkpoint(folder)
+    names = {path.name for path in folder.iterdir()}
+    if not names <= ALLOWED or not {*CHECKPOINT_FILES, *REPORT_FILES, *WRITTEN_FILES} <= names:
+        raise ValueError(f"{folder}: expected files among {sorted(ALLOWED)}, found {sorted(names)}")
+    for path in sorted(folder.iterdir()):
+        if path.suffix in TEXT_SUFFIXES and any(secret.encode() in path.read_bytes() for secret in secrets):
+            raise ValueError(f"{path}: holds the value of a secret from the environment; it must not be published")
+
+
+def secret_values(names: Iterable[str]) -> list[str]:
+    """Values of those environment variables that are set."""
+    return [value for name in names if (value := os.environ.get(name))]
+
+
+def write_sums(folder: Path) -> list[str]:
+    """Write SHA256SUMS over all other files (`sha256sum -c` checks it); returns all names, sorted."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != SUMS)
+    write_whole(folder / SUMS, "".join(f"{file_digest(folder / name)}  {name}\n" for name in names))
+    return sorted([*names, SUMS])

@@ -1,0 +1,341 @@
+"""Calibration: known miscalibrations are recovered, refusals, and records against a by-hand drafting."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import ray
+import torch
+from scipy.special import expit, logit
+from sklearn.metrics import roc_auc_score
+
+from stages.artifacts import Workspace
+from stages.calibrate import stage
+from stages.calibrate.config import CalibrateConfig
+from stages.calibrate.records import Records, check_records, collect, load, require_greedy, save
+from stages.calibrate.scaling import (
+    auroc,
+    bin_statistics,
+    expected_calibration_error,
+    fit_affine,
+    fit_temperatures,
+    measure,
+)
+from stages.corpus import Corpus, TokenSequence, write_shard
+from stages.draft.artifact import Calibration, Draft
+from stages.draft.checkpoint import CALIBRATION_KEY, export_draft, head_digest, load_draft
+from stages.draft.model import build_draft
+from stages.draft.speculate import draft_blocks
+from stages.engine.config import EngineConfig
+from stages.hidden_states.config import HiddenStatesConfig
+from stages.target import Target
+from tests.stages.draft_helpers import DRAFT, SHAPE, FakeReader, greedy_sequences, packed
+from tests.stages.served_helpers import artifact, target_facts, write_servable_target
+
+GRID = np.geomspace(0.2, 5.0, 97)
+STEP = GRID[1] / GRID[0]
+CONFIG = CalibrateConfig(min_records=40, max_anchors_per_sequence=16)
+PROVENANCE = {"calibrated": False, "num_positions": 4}
+
+
+def blocks(count: int, positions: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """True logits [N, B], and prefixes drawn from them: perfectly calibrated by construction."""
+    rng = np.random.default_rng(seed)
+    logits_NB = logit(rng.beta(4, 1.5, (count, positions)))
+    accepted_NB = rng.random((count, positions)) < expit(logits_NB)
+    return logits_NB, accepted_NB.cumprod(axis=1).sum(axis=1)
+
+
+def records(count: int = 50, **changes: object) -> Records:
+    logits_NB, accepted_N = blocks(count, 4)
+    prompts_N = np.array([f"p{i // 5}" for i in range(count)], dtype=object)
+    made = Records(prompts_N, np.arange(count), logits_NB.astype(np.float32), accepted_N, np.full(count, 4), PROVENANCE)
+    return replace(made, **changes)
+
+
+def test_affine_miscalibration_is_recovered() -> None:
+    true_NB, accepted_N = blocks(20_000, 4)
+    overconfident_NB = (true_NB + 1.0) / 0.5
+    fitted = fit_affine(overconfident_NB, accepted_N)
+    assert fitted.scale == pytest.approx(0.5, abs=0.02)
+    assert fitted.shift == pytest.approx(-1.0, abs=0.05)
+    before, after = measure(overconfident_NB, accepted_N, 20), measure(fitted.apply(overconfident_NB), accepted_N, 20)
+    for was, now in zip(before, after, strict=True):
+        assert now.auroc == was.auroc  # an increasing map keeps the order
+        assert now.ece_survival < 0.02 < was.ece_survival
+        assert now.brier < was.brier
+
+
+def test_affine_stays_increasing_and_says_so() -> None:
+    true_NB, accepted_N = blocks(2_000, 3)
+    fitted = fit_affine(-true_NB, accepted_N)
+    assert fitted.scale > 0
+    assert fitted.flag == "at_grid_edge"
+
+
+def test_temperatures_are_recovered_left_to_right() -> None:
+    true_NB, accepted_N = blocks(40_000, 4)
+    truth_B = np.array([2.0, 0.5, 1.0, 1.5])
+    fits = fit_temperatures(true_NB * truth_B, accepted_N, GRID, bins=20, min_records=200)
+    for fitted, truth in zip(fits, truth_B, strict=True):
+        assert fitted.flag == ""
+        assert abs(np.log(fitted.temperature / truth)) <= 4 * np.log(STEP)
+
+
+def test_temperature_of_noiseless_confidence_is_recovered_within_a_grid_step() -> None:
+    """Bins that hold one confidence each, outcomes in exactly that share: the minimum of the ECE is zero."""
+    shares = np.array([0.55, 0.65, 0.75, 0.85, 0.95])
+    confidence = np.repeat(shares, 100)
+    accepted_N = np.concatenate([np.arange(100) < round(100 * share) for share in shares]).astype(int)
+    (fitted,) = fit_temperatures(logit(confidence)[:, None] * 1.7, accepted_N, GRID, bins=20, min_records=10)
+    assert abs(np.log(fitted.temperature / 1.7)) <= np.log(STEP)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "flags"),
+    [
+        (np.zeros(500, int), ["all_rejected", "too_few_records"]),
+        (np.full(500, 2), ["all_accepted", "all_accepted"]),
+        (np.r_[np.ones(480, int), np.zeros(20, int)], ["", "all_rejected"]),
+    ],
+)
+def test_position_without_two_outcomes_keeps_temperature_1_and_is_flagged(
+    accepted: np.ndarray, flags: list[str]
+) -> None:
+    logits_NB = np.random.default_rng(0).normal(size=(500, 2))
+    fits = fit_temperatures(logits_NB, accepted, GRID, bins=20, min_records=200)
+    assert [fitted.flag.replace("at_grid_edge", "") for fitted in fits] == flags
+    assert all(fitted.temperature == 1.0 for fitted, flag in zip(fits, flags, strict=True) if flag)
+
+
+def test_affine_of_one_sided_outcomes_is_the_identity() -> None:
+    fitted = fit_affine(np.random.default_rng(0).normal(size=(300, 4)), np.zeros(300, int))
+    assert (fitted.scale, fitted.shift, fitted.flag) == (1.0, 0.0, "all_rejected")
+
+
+def test_measures_against_sklearn_and_by_hand() -> None:
+    rng = np.random.default_rng(0)
+    scores, outcomes = rng.integers(0, 9, 200).astype(float), rng.random(200) < 0.5
+    assert auroc(scores, outcomes) == pytest.approx(roc_auc_score(outcomes, scores))
+    assert auroc(scores, np.ones(200, bool)) is None
+    counts, _, _ = bin_statistics(np.array([0.0, 0.049, 0.05, 1.0]), np.zeros(4), 20)
+    assert (counts[0], counts[1], counts[19]) == (2, 1, 1)
+    error = expected_calibration_error(np.array([0.91, 0.93, 0.11]), np.array([True, False, False]), 20)
+    assert error == pytest.approx((2 * abs(0.92 - 0.5) + 0.11) / 3)
+
+
+def test_conditional_measures_only_see_blocks_that_got_there() -> None:
+    logits_NB, accepted_N = np.zeros((4, 2)), np.array([0, 1, 2, 2])
+    first, second = measure(logits_NB, accepted_N, 20)
+    assert (first.records, first.accepted, second.records, second.accepted) == (4, 3, 3, 2)
+    assert second.ece_survival == pytest.approx(abs(0.25 - 0.5))
+    assert second.ece_conditional == pytest.approx(abs(0.5 - 2 / 3))
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (records(20), "at least calibrate.min_records=40"),
+        (records(verified_N=np.r_[np.full(49, 4), 3]), "1 are truncated"),
+        (records(provenance={"calibrated": True, "num_positions": 4}), "uncalibrated head"),
+        (records(provenance={"num_positions": 4}), "uncalibrated head"),
+        (records(logits_NB=np.full((50, 4), np.nan, np.float32)), "200 not finite"),
+        (records(logits_NB=np.zeros((50, 3), np.float32)), "found 3"),
+    ],
+)
+def test_records_that_would_bias_the_fit_are_refused(made: Records, message: str) -> None:
+    check_records(records(), 4, 40)
+    with pytest.raises(ValueError, match=message):
+        check_records(made, 4, 40)
+
+
+def test_records_survive_the_disk(tmp_path: Path) -> None:
+    made = records()
+    save(made, tmp_path / "records.parquet")
+    back = load(tmp_path / "records.parquet")
+    assert back.provenance == made.provenance
+    for name in ("prompt_N", "anchor_N", "logits_NB", "accepted_N", "verified_N"):
+        np.testing.assert_array_equal(getattr(back, name), getattr(made, name))
+
+
+def test_fit_and_test_share_no_prompt_and_the_seed_decides() -> None:
+    ids = [f"prompt-{i}" for i in range(400)]
+    fit = [stage.in_fit_part(id_, CONFIG) for id_ in ids]
+    assert 160 < sum(fit) < 240
+    assert fit == [stage.in_fit_part(id_, CONFIG) for id_ in ids]
+    assert fit != [stage.in_fit_part(id_, replace(CONFIG, seed=1)) for id_ in ids]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Corpus, Draft, list[TokenSequence]]:
+    """A random target, its own greedy text, and a random draft."""
+    root = tmp_path_factory.mktemp("calibrate")
+    folder = write_servable_target(root / "model")
+    target = artifact(Target, root / "target", target_facts(folder))
+    sequences = [*greedy_sequences(folder, 12, 24), replace(greedy_sequences(folder, 1, 8)[0], id="short")]
+    corpus = artifact(Corpus, root / "corpus", {"temperature": 0.0})
+    write_shard(corpus.path / "calibration-00000.parquet", sequences)
+    draft = artifact(Draft, root / "draft", {})
+    model = build_draft(DRAFT, SHAPE, folder, verifier=str(folder), seed=0)
+    torch.nn.init.normal_(model.confidence_head.proj.weight, std=0.5, generator=torch.Generator().manual_seed(0))
+    export_draft(model, draft.checkpoint)
+    return target, corpus, draft, sequences
+
+
+def test_records_say_what_drafting_by_hand_says(world: tuple[Target, Corpus, Draft, list[TokenSequence]]) -> None:
+    target, _, draft, sequences = world
+    model = load_draft(draft.checkpoint, target.folder)
+    reader = FakeReader(target.folder, set_aside=frozenset({"s1"}))
+    made, counts = collect(reader, model, sequences, CONFIG, PROVENANCE, lambda _done: None)
+    assert counts == {
+        "prompts_in": 13,
+        "prompts_used": 11,
+        "prompts_without_block": 1,  # "short": four supervised tokens hold no anchor and block
+        "prompts_set_aside": 1,
+        "anchors": 11 * 16 + 3,
+        "blocks": len(made),
+        "anchors_cut_short": 11 * 16 + 3 - len(made),
+    }
+    assert counts["anchors_cut_short"] > 0
+    row = 5
+    (sequence,) = [s for s in sequences if s.id == made.prompt_N[row]]
+    anchor = int(made.anchor_N[row])
+    assert sequence.loss_mask[anchor : anchor + 5].all()
+    drafted = draft_blocks(model, packed(target.folder, [sequence]), torch.tensor([anchor]))
+    text = sequence.input_ids[anchor + 1 : anchor + 5]
+    agree = (drafted.tokens_AB[0].numpy() == text).tolist()
+    assert made.accepted_N[row] == (agree.index(False) if False in agree else 4)
+    np.testing.assert_allclose(made.logits_NB[row], drafted.confidence_logits_AB[0].numpy(), atol=1e-5)
+
+
+def test_a_draft_that_repeats_the_text_is_accepted_whole(
+    world: tuple[Target, Corpus, Draft, list[TokenSequence]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _, draft, sequences = world
+    model = load_draft(draft.checkpoint, target.folder)
+
+    def oracle(model: object, batch: object, anchors_A: torch.Tensor) -> object:
+        drafted = draft_blocks(model, batch, anchors_A)
+        text_AB = torch.stack([batch.input_ids_T[p + 1 : p + 5] for p in anchors_A.tolist()])
+        text_AB[0, 2] += 1
+        return replace(drafted, tokens_AB=text_AB)
+
+    monkeypatch.setattr("stages.calibrate.records.draft_blocks", oracle)
+    reader = FakeReader(target.folder)
+    made, _ = collect(reader, model, sequences[:1], CONFIG, PROVENANCE, lambda _done: None)
+    assert made.accepted_N.tolist() == [2] + [4] * (len(made) - 1)
+
+
+def test_stage_without_engines(world: tuple[Target, Corpus, Draft, list[TokenSequence]], tmp_path: Path) -> None:
+    """From records to the artifact; the folded head says exactly scale * z + shift of the old one."""
+    target, corpus, draft, sequences = world
+    config = replace(CONFIG, min_records=20)
+    with Workspace(tmp_path / "calibration", "c").locked() as out:
+        stage.record(config, target, corpus, draft, FakeReader(target.folder), out)
+        made = load(out.path / stage.RECORDS)
+        # A random draft is hardly ever right: give its blocks outcomes that a fit can work with.
+        rng = np.random.default_rng(0)
+        outcomes = (rng.random(made.logits_NB.shape) < expit(0.5 * made.logits_NB + 1)).cumprod(axis=1).sum(axis=1)
+        save(replace(made, accepted_N=outcomes), out.path / stage.RECORDS)
+        calibration = stage.fit(config, corpus, draft, out)
+    assert calibration == Calibration.load(tmp_path / "calibration")
+    numbers = json.loads((calibration.path / "calibration.json").read_text())
+    scale, shift = numbers["affine"]["scale"], numbers["affine"]["shift"]
+    assert scale != 1.0
+
+    batch, anchors = packed(target.folder, sequences[:1]), torch.arange(6, 15)
+    before = draft_blocks(load_draft(draft.checkpoint, target.folder), batch, anchors)
+    after = draft_blocks(load_draft(calibration.checkpoint, target.folder), batch, anchors)
+    assert torch.equal(before.tokens_AB, after.tokens_AB)
+    expected = expit(scale * before.confidence_logits_AB.numpy() + shift)
+    np.testing.assert_allclose(after.confidence_logits_AB.sigmoid().numpy(), expected, atol=1e-5)
+
+    served = json.loads(calibration.temperatures.read_text())
+    assert served["temperatures"] == served["sts_temperatures"]
+    assert len(served["temperatures"]) == 4
+    assert all(value > 0 for value in served["temperatures"])
+    assert served["head_digest"] == head_digest(calibration.checkpoint) != head_digest(draft.checkpoint)
+    assert None not in served.values()
+    assert numbers["prompts"]["fit"] + numbers["prompts"]["test"] == calibration.record.counts["prompts_used"]
+    assert pq.read_table(calibration.path / stage.RECORDS).num_rows == calibration.record.counts["blocks"]
+    assert (calibration.path / "reliability.png").stat().st_size > 1000
+
+    again = replace(draft, path=calibration.path)
+    with (
+        Workspace(tmp_path / "twice", "c").locked() as out,
+        pytest.raises(ValueError, match=r"uncalibrated draft.*start from"),
+    ):
+        run(world, again, out)
+
+
+def run(world: tuple[Target, Corpus, Draft, list[TokenSequence]], draft: Draft, out: Workspace) -> Calibration:
+    target, corpus, _, _ = world
+    return stage.run(
+        CONFIG, target, corpus, draft, draft=DRAFT, engine=EngineConfig(), hidden_states=HiddenStatesConfig(), out=out
+    )
+
+
+def test_sampled_corpus_is_refused(world: tuple[Target, Corpus, Draft, list[TokenSequence]]) -> None:
+    _, corpus, _, _ = world
+    require_greedy(corpus)
+    sampled = replace(corpus, record=replace(corpus.record, facts={"temperature": 0.7}))
+    with pytest.raises(ValueError, match=r"datagen\.temperature=0, found 0\.7"):
+        require_greedy(sampled)
+
+
+def test_draft_without_a_head_passes_unchanged_and_says_so(
+    world: tuple[Target, Corpus, Draft, list[TokenSequence]], tmp_path: Path
+) -> None:
+    target, corpus, draft, _ = world
+    with Workspace(tmp_path / "none", "c").locked() as out:
+        config = replace(DRAFT, confidence_head=False)
+        calibration = stage.run(
+            CONFIG,
+            target,
+            corpus,
+            draft,
+            draft=config,
+            engine=EngineConfig(),
+            hidden_states=HiddenStatesConfig(),
+            out=out,
+        )
+    assert calibration.record.facts["calibrated"] is False
+    assert not calibration.temperatures.exists()
+    assert CALIBRATION_KEY not in json.loads((calibration.checkpoint / "config.json").read_text())
+
+
+@pytest.mark.e2e
+def test_stage_with_real_states(world: tuple[Target, Corpus, Draft, list[TokenSequence]], tmp_path: Path) -> None:
+    """States from vLLM through the store give the confidences that states from transformers give."""
+    target, corpus, draft, sequences = world
+    engine = EngineConfig(max_model_len=128, max_num_batched_tokens=128, kv_cache_gib=0.1, cpus_per_actor=1)
+    store = HiddenStatesConfig(segment_gib=0.0625, local_buffer_gib=0.0625)
+    config = replace(CONFIG, min_records=20)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        with Workspace(tmp_path / "calibration", "c").locked() as out:
+            calibration = stage.run(
+                config, target, corpus, draft, draft=DRAFT, engine=engine, hidden_states=store, out=out
+            )
+    finally:
+        ray.shutdown()
+    served = load(calibration.path / stage.RECORDS)
+    reference, _ = collect(
+        FakeReader(target.folder),
+        load_draft(draft.checkpoint, target.folder),
+        sequences,
+        config,
+        PROVENANCE,
+        lambda _: None,
+    )
+    assert served.prompt_N.tolist() == reference.prompt_N.tolist()
+    assert served.anchor_N.tolist() == reference.anchor_N.tolist()
+    same_prefix = served.accepted_N == reference.accepted_N
+    assert same_prefix.mean() > 0.9
+    np.testing.assert_allclose(served.logits_NB[:, 0], reference.logits_NB[:, 0], atol=0.1)  # bf16 against fp32 states
+    assert not (calibration.path / stage.WORK).exists()
