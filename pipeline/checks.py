@@ -48,9 +48,9 @@ def check_draft(config: PipelineConfig, shape: TargetShape) -> None:
             "the rows of the target's embedding"
         )
     layers = draft.aux_layer_ids
-    if not layers or list(layers) != sorted(set(layers)) or not (layers[0] >= 0 and layers[-1] < shape.num_layers):
+    if not layers or list(layers) != sorted(set(layers)) or not (layers[0] >= 1 and layers[-1] < shape.num_layers):
         raise ConfigError(
-            f"draft.aux_layer_ids={list(layers)}: expected ascending layers from 0 to {shape.num_layers - 1}; "
+            f"draft.aux_layer_ids={list(layers)}: expected ascending layers from 1 to {shape.num_layers - 1}; "
             f"layer {shape.num_layers}, the final one, is added by itself"
         )
     proposals = draft.block_size if draft.sample_from_anchor else draft.block_size - 1

@@ -17,7 +17,7 @@ class DraftConfig:
     block_size: int = 8
     num_speculative_tokens: int = 8  # block_size with sample_from_anchor, else block_size - 1
     sample_from_anchor: bool = True
-    aux_layer_ids: tuple[int, ...] = ()  # target layers whose states are injected; the final one is added for supervision
+    aux_layer_ids: tuple[int, ...] = ()  # target layers whose states are injected; supervision adds the final one
     mask_token_id: int | None = None  # must be set: a token that never occurs in text
     markov_rank: int = 256  # of the vanilla Markov head, the only variant that vLLM serves
     confidence_head: bool = True

@@ -55,7 +55,7 @@ BAD = {
     "draft.mask_token_id=null": ["draft.mask_token_id", "null"],
     "draft.mask_token_id=1024": ["draft.mask_token_id=1024", "0 to 1023"],
     "draft.mask_token_id=-1": ["draft.mask_token_id=-1"],
-    "draft.aux_layer_ids=[1,4]": ["draft.aux_layer_ids", "0 to 3"],
+    "draft.aux_layer_ids=[1,4]": ["draft.aux_layer_ids", "1 to 3"],
     "draft.aux_layer_ids=[2,1]": ["draft.aux_layer_ids", "ascending"],
     "draft.aux_layer_ids=[]": ["draft.aux_layer_ids"],
     "draft.num_speculative_tokens=9": ["draft.num_speculative_tokens=9", "1 to 8"],

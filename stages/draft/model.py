@@ -1,0 +1,237 @@
+"""The DSpark draft: speculators' modules, and our forward over packed sequences and anchors.
+
+The layout is vLLM's when it serves a speculators checkpoint (`v1/worker/gpu/spec_decode/dspark` and
+`dflash`, `model_executor/models/qwen3_dflash.py`): the block of anchor p has its slots at positions
+p, p+1, …; slot 0 holds the anchor's token and the others the mask token; context is every position
+before p. With `sample_from_anchor` slot j makes prediction j, else slot j+1 does. Either way prediction
+j is of token p+j+1, given token p+j by the Markov head, and the target's answer is its state at p+j.
+
+Legend: T packed tokens, A anchors, S slots of a block, B predictions of a block, D hidden size,
+V vocabulary, L aux layers, R Markov rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from speculators import SpeculatorsConfig, VerifierConfig
+from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+from torch import nn
+from transformers import Qwen3Config
+
+from stages.draft.batch import PackedBatch
+from stages.draft.config import DraftConfig
+from stages.draft.mask import block_mask
+from stages.target import TargetHead, TargetShape, load_head
+
+# Parameters that belong to the target: never trained, never written to a checkpoint.
+FROZEN = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+
+
+def check_draft(config: DraftConfig, shape: TargetShape) -> None:
+    """Raise ValueError, naming the key, when vLLM could not serve such a draft of such a target."""
+    ids = config.aux_layer_ids
+    proposed = config.block_size if config.sample_from_anchor else config.block_size - 1
+    checks = (
+        (
+            config.mask_token_id is not None and 0 <= config.mask_token_id < shape.vocab_size,
+            f"draft.mask_token_id={config.mask_token_id}: expected an id in [0, {shape.vocab_size}) that no text has",
+        ),
+        (
+            bool(ids) and len(set(ids)) == len(ids) and all(1 <= layer <= shape.num_layers for layer in ids),
+            f"draft.aux_layer_ids={list(ids)}: expected distinct layers in [1, {shape.num_layers}] of the target",
+        ),
+        (
+            config.num_speculative_tokens == proposed,
+            f"draft.num_speculative_tokens={config.num_speculative_tokens}: a block of {config.block_size} with "
+            f"sample_from_anchor={config.sample_from_anchor} proposes {proposed}; set it to {proposed}",
+        ),
+        (
+            config.num_heads % config.num_kv_heads == 0,
+            f"draft.num_heads={config.num_heads}: expected a multiple of draft.num_kv_heads={config.num_kv_heads}",
+        ),
+        (
+            config.markov_rank > 0,
+            f"draft.markov_rank={config.markov_rank}: vLLM's DSpark always has a Markov head; expected at least 1",
+        ),
+        (
+            config.causal == (config.sliding_window is not None),
+            f"draft.causal={config.causal} with draft.sliding_window={config.sliding_window}: vLLM serves blocks of "
+            "speculators checkpoints causal with a sliding window and bidirectional without; set both or neither",
+        ),
+    )
+    for good, problem in checks:
+        if not good:
+            raise ValueError(problem)
+
+
+def speculators_config(
+    config: DraftConfig, shape: TargetShape, *, verifier: str | None, architectures: list[str]
+) -> DSparkSpeculatorConfig:
+    """The checkpoint's config. `verifier` is the target's Hub id or folder, as users will read it."""
+    sliding = config.sliding_window is not None
+    layers = Qwen3Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_positions,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        use_sliding_window=sliding,
+        sliding_window=config.sliding_window,
+        layer_types=["sliding_attention" if sliding else "full_attention"] * config.num_layers,
+        tie_word_embeddings=False,
+    )
+    return DSparkSpeculatorConfig(
+        architectures=["DSparkDraftModel"],
+        transformer_layer_config=layers,
+        draft_vocab_size=shape.vocab_size,
+        block_size=config.block_size,
+        aux_hidden_state_layer_ids=list(config.aux_layer_ids),
+        mask_token_id=config.mask_token_id,
+        sample_from_anchor=config.sample_from_anchor,
+        sliding_window_non_causal=False,
+        markov_rank=config.markov_rank,
+        markov_head_type="vanilla",
+        enable_confidence_head=config.confidence_head,
+        confidence_head_with_markov=config.confidence_with_markov,
+        speculators_config=SpeculatorsConfig(
+            algorithm="dspark",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=config.num_speculative_tokens)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=verifier, architectures=architectures),
+        ),
+    )
+
+
+def construct(config: DSparkSpeculatorConfig) -> DSparkDraftModel:
+    """speculators' model in fp32 with random trainable and unset (NaN) frozen parameters.
+
+    One parameter serves both as the draft's and as the verifier's LM head: with the full vocabulary
+    they are the same matrix, and the largest of all.
+    """
+    config.transformer_layer_config._attn_implementation = "sdpa"  # speculators' default needs a GPU
+    model = DSparkDraftModel(config)
+    model.verifier_lm_head.weight = model.lm_head.weight
+    return model
+
+
+def fill_frozen(model: DSparkDraftModel, head: TargetHead) -> None:
+    """Copy the target's embedding, final norm and LM head. Raises ValueError on another shape."""
+    pairs = (
+        ("embed_tokens", model.embed_tokens.weight, head.embed_VD),
+        ("lm_head", model.lm_head.weight, head.lm_head_VD),
+        ("final norm", model.verifier_norm.weight, head.norm_D),
+    )
+    for name, parameter, value in pairs:
+        if parameter.shape != value.shape:
+            raise ValueError(f"target's {name}: expected shape {tuple(parameter.shape)}, found {tuple(value.shape)}")
+        parameter.data.copy_(value)
+        parameter.requires_grad_(False)
+
+
+def build_draft(
+    config: DraftConfig, shape: TargetShape, target_folder: Path, *, verifier: str, seed: int
+) -> DSparkDraftModel:
+    """A new draft of the target in `target_folder`: fp32, the same bits for the same seed.
+
+    `verifier` is recorded in the checkpoint's config as the target's name (Hub id or folder).
+    Raises ValueError when the config cannot be served or does not fit the target.
+    """
+    check_draft(config, shape)
+    architectures = list(Qwen3Config.get_config_dict(str(target_folder))[0].get("architectures") or [])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # The verifier is named after construction: speculators resolves a name at once, maybe on the Hub.
+        model = construct(speculators_config(config, shape, verifier=None, architectures=architectures))
+    model.config.speculators_config.verifier.name_or_path = verifier
+    fill_frozen(model, load_head(target_folder))
+    return model
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that training moves, by name, in the model's order."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """What the draft says of every block. `confidence_AB` (logits) is None without the head."""
+
+    hidden_ABD: torch.Tensor
+    logits_ABV: torch.Tensor
+    confidence_AB: torch.Tensor | None
+
+
+def num_predictions(model: DSparkDraftModel) -> int:
+    """B: tokens proposed by one block."""
+    return int(model.block_size) if model.config.sample_from_anchor else int(model.block_size) - 1
+
+
+def block_positions(batch: PackedBatch, anchors_A: torch.Tensor, size: int) -> torch.Tensor:
+    """Packed index [A, size] of p+j for every anchor p and j < size, held inside the batch.
+
+    An index past the anchor's document is meaningless; the label mask (`anchors.py`) excludes it.
+    """
+    offsets_S = torch.arange(size, device=anchors_A.device)
+    return (anchors_A[:, None] + offsets_S).clamp(max=max(len(batch) - 1, 0))
+
+
+def backbone(model: DSparkDraftModel, batch: PackedBatch, anchors_A: torch.Tensor) -> torch.Tensor:
+    """Normed hidden states [A, B, D] of all blocks in one pass, before any head.
+
+    `anchors_A` are packed indices (int64). The dtype is that of the model's parameters.
+    """
+    num_anchors, slots = len(anchors_A), int(model.block_size)
+    tokens_AS = torch.full((num_anchors, slots), model.mask_token_id, device=anchors_A.device)
+    tokens_AS[:, 0] = batch.input_ids_T[anchors_A]
+    hidden_1QD = model.embed_tokens(tokens_AS.view(1, -1))
+    context_1TD = model.hidden_norm(model.fc(batch.aux_TLD.flatten(1).to(model.fc.weight.dtype)))[None]
+
+    slots_S = torch.arange(slots, device=anchors_A.device)
+    positions_Q = (batch.positions_T[anchors_A][:, None] + slots_S).view(-1)
+    rotary = model.rotary_emb(hidden_1QD, torch.cat([batch.positions_T, positions_Q])[None])
+    window = model.sliding_window if model.uses_sliding_window_attn else None
+    mask_QK = block_mask(
+        batch.documents_T, batch.positions_T, anchors_A, slots, sliding_window=window, causal=window is not None
+    )
+    for layer in model.layers:
+        hidden_1QD = layer(
+            hidden_states=hidden_1QD,
+            target_hidden=context_1TD,
+            attention_mask=mask_QK[None, None],
+            position_embeddings=rotary,
+            use_cache=False,
+        )
+    hidden_ASD = model.norm(hidden_1QD).view(num_anchors, slots, -1)
+    return hidden_ASD if model.config.sample_from_anchor else hidden_ASD[:, 1:]
+
+
+def heads(
+    model: DSparkDraftModel, hidden_ABD: torch.Tensor, previous_AB: torch.Tensor, *, detach_confidence: bool = False
+) -> BlockOutput:
+    """LM, Markov and confidence heads, given the token before each prediction (`previous_AB`, int64).
+
+    With `detach_confidence` the confidence head sees its features without their gradients.
+    """
+    embedded_ABR = model.markov_head.prev_embeddings(previous_AB)
+    bias_ABV = model.markov_head.block_bias(prev_token_ids=previous_AB, hidden_states=hidden_ABD, prev_emb=embedded_ABR)
+    confidence_AB = None
+    if model.confidence_head is not None:
+        with_markov = model.config.confidence_head_with_markov
+        features = torch.cat([hidden_ABD, embedded_ABR], dim=-1) if with_markov else hidden_ABD
+        confidence_AB = model.confidence_head(features.detach() if detach_confidence else features)
+    return BlockOutput(hidden_ABD, model.lm_head(hidden_ABD) + bias_ABV, confidence_AB)
+
+
+def block_forward(model: DSparkDraftModel, batch: PackedBatch, anchors_A: torch.Tensor) -> BlockOutput:
+    """All blocks, teacher-forced: every prediction is given the true token before it."""
+    previous_AB = batch.input_ids_T[block_positions(batch, anchors_A, num_predictions(model))]
+    return heads(model, backbone(model, batch, anchors_A), previous_AB)

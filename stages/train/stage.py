@@ -1,0 +1,114 @@
+"""The train stage: extractors feed a Ray Train worker group, which leaves a draft."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+
+from stages.artifacts import Workspace
+from stages.corpus import Corpus, TokenSequence
+from stages.draft.artifact import Draft
+from stages.draft.config import DraftConfig
+from stages.draft.model import check_draft
+from stages.engine.config import EngineConfig
+from stages.hidden_states.config import HiddenStatesConfig
+from stages.hidden_states.pool import extractor_pool, open_reader
+from stages.hidden_states.samples import Endpoint
+from stages.hidden_states.wire import HiddenStatesReader
+from stages.target import Target
+from stages.train.config import TrainConfig
+from stages.train.data import Order, usable
+from stages.train.fit import RAY, fit
+from stages.train.loop import CHECKPOINTS, RESULT, TrainJob
+
+FORMAT_VERSION = 1
+
+EXTRACTORS = "extractors"
+
+
+def run(
+    config: TrainConfig,
+    target: Target,
+    corpus: Corpus,
+    *,
+    draft: DraftConfig,
+    engine: EngineConfig,
+    hidden_states: HiddenStatesConfig,
+    out: Workspace,
+) -> Draft:
+    """Train a draft of `target` on `corpus` and export it.
+
+    Resumes from the newest complete checkpoint in `out.path`. Raises ValueError, naming the key, for
+    a config that cannot work, before any process starts; TrainError, HiddenStatesError or Ray's own
+    error when training ends early.
+    """
+    # Ray Train's workers run in another directory.
+    out = replace(out, final=out.final.absolute())
+    target, corpus = Target(target.path.absolute(), target.record), Corpus(corpus.path.absolute(), corpus.record)
+    check_draft(draft, target.shape)
+    data = usable(corpus.sequences("train"), config.max_sequence_tokens)
+    validation = usable(corpus.sequences("validation"), config.max_sequence_tokens)
+    _check_sequences((*data.sequences, *validation.sequences), draft, engine, target)
+    if not data.sequences:
+        raise ValueError(
+            f"{corpus.path}: no training sequence has two supervised tokens in a row ({data.counts}); check the masks"
+        )
+
+    layer_ids = (*draft.aux_layer_ids, target.shape.num_layers)
+    out.path.mkdir(parents=True, exist_ok=True)
+    result = out.path / RESULT
+    if not result.exists():  # a run that was stopped between training and this line need not train again
+        work = out.path / EXTRACTORS
+        work.mkdir(exist_ok=True)
+        steps = Order(
+            len(data.sequences), config.batch_sequences, config.epochs, config.max_steps, config.seed
+        ).total_steps
+        out.events.progress("train", 0, steps, "step", "starting extractors")
+        with extractor_pool(target, layer_ids, engine, hidden_states, work=work) as pool:
+            fit(TrainJob(config, draft, target, corpus, out), partial(_open_reader, pool.endpoint, hidden_states))
+    told = json.loads(result.read_text(encoding="utf-8"))
+    facts = {
+        "layer_ids": list(layer_ids),
+        "mask_token_id": draft.mask_token_id,
+        "block_size": draft.block_size,
+        "verifier": target.model,
+        **told["facts"],
+    }
+    counts = {
+        **data.counts,
+        **{f"validation_{name}": count for name, count in validation.counts.items()},
+        **told["counts"],
+    }
+    return out.commit(
+        Draft, counts=counts, metrics=told["metrics"], facts=facts, drop=[CHECKPOINTS, RAY, EXTRACTORS, RESULT]
+    )
+
+
+def _check_sequences(
+    sequences: tuple[TokenSequence, ...], draft: DraftConfig, engine: EngineConfig, target: Target
+) -> None:
+    """Raise ValueError when a sequence does not fit the engine or the draft, or holds the mask token."""
+    longest = max((len(sequence) for sequence in sequences), default=0)
+    limits = (
+        ("engine.max_model_len", engine.max_model_len, longest),
+        # extraction generates one token
+        ("the target's max_position_embeddings", target.shape.max_positions, longest + 1),
+        ("draft.max_positions", draft.max_positions, longest + draft.block_size),
+    )
+    for name, found, needed in limits:
+        if found < needed:
+            raise ValueError(
+                f"{name}={found}: the longest sequence of {longest} tokens needs {needed}; "
+                "raise it, or lower train.max_sequence_tokens"
+            )
+    for sequence in sequences:
+        if (sequence.input_ids == draft.mask_token_id).any():
+            raise ValueError(
+                f"draft.mask_token_id={draft.mask_token_id}: sequence {sequence.id} contains it; "
+                "choose a token that never occurs"
+            )
+
+
+def _open_reader(endpoint: Endpoint, config: HiddenStatesConfig, num_ranks: int) -> HiddenStatesReader:
+    return open_reader(endpoint, config, num_ranks=num_ranks)
