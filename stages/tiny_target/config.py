@@ -14,12 +14,11 @@ class TinyTargetConfig:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
-    intermediate_size: int = 384
+    intermediate_size: int = 256
     vocab_size: int = 1024
     max_position_embeddings: int = 512
-    steps: int = 1250
+    steps: int = 1300
     batch_rows: int = 8
     lr: float = 3e-3
     warmup_steps: int = 30
-    copying_steps: int = 200
     seed: int = 0
