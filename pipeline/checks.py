@@ -10,10 +10,9 @@ import os
 import shutil
 from pathlib import Path
 
-from stages.publish.hub import check as check_publish
-
 from pipeline.config import ConfigError, PipelineConfig
 from stages.datagen.prompts import check as check_prompts
+from stages.publish.hub import check as check_publish
 from stages.target import TargetShape, known_shape
 
 GIB = 1 << 30

@@ -172,7 +172,15 @@ def closing(artifacts: dict[str, Artifact], made: Sequence[str], tracker: Tracke
 
 
 def _domains(report: dict[str, Any]) -> str:
-    return table(["domain"], [[name] for name in report.get("domains", {})])
+    """What the served draft did, domain by domain."""
+    acceptance = report["acceptance"]
+    rows = []
+    for name, row in [*acceptance["domains"].items(), ("all rounds", acceptance["pooled"])]:
+        length, interval = row["acceptance_length"], row["interval"]
+        told = "no rounds" if length is None else f"{length:.2f}"
+        between = "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+        rows.append([name, str(row["prompts"]), str(row["rounds"]), told, between])
+    return table(["domain", "prompts", "rounds", "acceptance length", "95 % interval"], rows, right=[1, 2, 3])
 
 
 def _where(config: PipelineConfig) -> str:
