@@ -1,0 +1,70 @@
+"""Arguments of every vLLM engine in this project, made in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stages.engine.config import EngineConfig
+from stages.target import Target
+
+
+def check_engine(config: EngineConfig) -> None:
+    """Raise ValueError for engine settings that cannot work, naming the key."""
+    if config.nodes_per_actor != 1:
+        raise ValueError(
+            f"engine.nodes_per_actor={config.nodes_per_actor}: an engine runs on one node; "
+            "use engine.tensor_parallel up to the GPUs of a node"
+        )
+    if config.gpus_per_actor not in (0, config.tensor_parallel):
+        raise ValueError(
+            f"engine.gpus_per_actor={config.gpus_per_actor}: expected 0 (CPU) or "
+            f"engine.tensor_parallel={config.tensor_parallel}"
+        )
+    if config.gpus_per_actor == 0 and config.kv_cache_gib is None:
+        raise ValueError("engine.kv_cache_gib: a CPU engine needs a number of GiB, found none")
+    for key in ("num_actors", "tensor_parallel", "cpus_per_actor", "max_num_seqs"):
+        if getattr(config, key) <= 0:
+            raise ValueError(f"engine.{key}={getattr(config, key)}: expected a positive number")
+
+
+def engine_args(
+    target: Target, config: EngineConfig, layer_ids: tuple[int, ...], kv_transfer_config: dict[str, Any]
+) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs` for an engine that generates and extracts.
+
+    `layer_ids`: captured layers, numbered as vLLM does (k: the input of layer k; the number of
+    layers: the state before the final norm). `kv_transfer_config`: the connector that stores them.
+    """
+    check_engine(config)
+    # A prefill-only request samples one token, so the longest sequence needs one position more.
+    max_model_len = min(config.max_model_len + 1, target.shape.max_positions)
+    args: dict[str, Any] = {
+        "model": target.model,
+        "revision": target.revision,
+        "trust_remote_code": target.trust_remote_code,
+        "dtype": config.dtype,
+        "max_model_len": max_model_len,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": config.enforce_eager,
+        "tensor_parallel_size": config.tensor_parallel,
+        "enable_expert_parallel": config.expert_parallel,
+        "enable_prefix_caching": False,  # a cached prefix is not computed, so its states would be missing
+        "enable_chunked_prefill": True,
+        "disable_log_stats": True,
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
+        },
+        "kv_transfer_config": {"kv_role": "kv_producer", **kv_transfer_config},
+    }
+    if config.tensor_parallel > 1:
+        args["distributed_executor_backend"] = "mp"  # vLLM's Ray executor wants bundles of one GPU each
+    elif config.gpus_per_actor == 0:
+        args["distributed_executor_backend"] = "stages.engine.executor.InCoreExecutor"
+    if config.kv_cache_gib is not None:
+        args["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+    if config.gpus_per_actor:
+        args["gpu_memory_utilization"] = config.gpu_memory_utilization
+    return args

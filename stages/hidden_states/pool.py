@@ -1,0 +1,119 @@
+"""Extractors: a store, engines whose connector writes into it, and the check that what they write is right."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from stages.engine.args import engine_args
+from stages.engine.config import EngineConfig
+from stages.engine.pool import EnginePool
+from stages.engine.requests import GenerationRequest, GenerationResult
+from stages.hidden_states.config import HiddenStatesConfig
+from stages.hidden_states.contract import Agreement, check_contract
+from stages.hidden_states.master import mooncake_master
+from stages.hidden_states.reader import StreamingReader
+from stages.hidden_states.samples import Endpoint
+from stages.hidden_states.store import StoreAddress
+from stages.target import Target
+
+_LOOPBACK = "127.0.0.1"
+_LEAST_SEGMENT_BYTES = 16 << 20  # Mooncake refuses to lend less
+
+
+@dataclass(frozen=True)
+class ExtractorPool:
+    """Engines that generate and extract; `agreement` is what the contract check measured on them."""
+
+    engines: EnginePool
+    endpoint: Endpoint
+    agreement: Agreement
+
+    def generate(self, requests: Iterable[GenerationRequest]) -> Iterator[GenerationResult]:
+        """See `EnginePool.generate`."""
+        return self.engines.generate(requests)
+
+
+@contextmanager
+def extractor_pool(
+    target: Target, layer_ids: tuple[int, ...], engine: EngineConfig, config: HiddenStatesConfig, *, work: Path
+) -> Iterator[ExtractorPool]:
+    """Run `engine.num_actors` engines of `target` whose states can be read; everything ends with the context.
+
+    `layer_ids`: the aux layers and, last, the number of layers (the state before the final norm).
+    Logs go to `work`. Raises ValueError for settings that cannot work, EngineError when an engine does
+    not start, ContractError when captured states do not reproduce the engine's own log-probabilities.
+    """
+    num_layers = target.shape.num_layers
+    if not layer_ids or layer_ids[-1] != num_layers or not all(0 <= k <= num_layers for k in layer_ids):
+        raise ValueError(
+            f"layer_ids={layer_ids}: expected ids in 0..{num_layers}, the last one {num_layers} (final state)"
+        )
+    segment_bytes = int(config.segment_gib * 2**30)
+    if segment_bytes < _LEAST_SEGMENT_BYTES:
+        least = _LEAST_SEGMENT_BYTES / 2**30
+        raise ValueError(f"hidden_states.segment_gib={config.segment_gib}: expected at least {least}")
+    with ExitStack() as stack:
+        master = config.master_address
+        if not master:
+            master = stack.enter_context(mooncake_master(_own_host(), work / "mooncake_master.log")).address
+        store = StoreAddress(master, config.protocol, config.device, int(config.local_buffer_gib * 2**30))
+        args = engine_args(target, engine, layer_ids, _kv_transfer(target, layer_ids, store, segment_bytes, config))
+        engines = stack.enter_context(EnginePool(engine, args, work))
+        endpoint = Endpoint(
+            actors=engines.actors,
+            store=store,
+            target=target.identity,
+            layer_ids=layer_ids,
+            hidden_size=target.shape.hidden_size,
+            dtype=engine.dtype,
+            store_bytes=segment_bytes * engine.num_actors,
+            segment_bytes=segment_bytes,
+            max_running=engine.max_num_seqs * engine.num_actors,
+            start_timeout_s=engine.start_timeout_s,
+        )
+        agreement = check_contract(target, endpoint, engine, config)
+        yield ExtractorPool(engines, endpoint, agreement)
+
+
+def open_reader(endpoint: Endpoint, config: HiddenStatesConfig, *, num_ranks: int) -> StreamingReader:
+    """A reader for one of `num_ranks` processes; close it.
+
+    Raises HiddenStatesError when the store cannot be reached.
+    """
+    return StreamingReader(endpoint, config, num_ranks=num_ranks)
+
+
+def _kv_transfer(
+    target: Target, layer_ids: tuple[int, ...], store: StoreAddress, segment_bytes: int, config: HiddenStatesConfig
+) -> dict[str, Any]:
+    return {
+        "kv_connector": "HiddenStatesConnector",
+        "kv_connector_module_path": "stages.hidden_states.connector",
+        "kv_connector_extra_config": {
+            "mooncake": {
+                "master_server_address": store.master,
+                "global_segment_size": segment_bytes,
+                "local_buffer_size": store.local_buffer_bytes,
+                "protocol": store.protocol,
+                "device_name": store.device,
+                "num_writer_threads": config.writer_threads,
+            },
+            "keep_s": 2 * config.sample_timeout_s,  # no reader waits longer than one time-out
+            "target": target.identity,
+            "layer_ids": list(layer_ids),
+        },
+    }
+
+
+def _own_host() -> str:
+    """Loopback when all of the Ray cluster is this machine, else this node's address."""
+    hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    mine = ray.util.get_node_ip_address()
+    return _LOOPBACK if hosts == {mine} or ipaddress.ip_address(mine).is_loopback else str(mine)

@@ -1,0 +1,189 @@
+"""Batches of hidden states in exactly the order asked for, fetched ahead within a budget of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import torch
+
+from stages.corpus import TokenSequence
+from stages.engine.dispatch import BackgroundLoop
+from stages.engine.requests import EngineError
+from stages.hidden_states.config import HiddenStatesConfig
+from stages.hidden_states.layout import TRAILER_BYTES, states_bytes
+from stages.hidden_states.samples import Endpoint, SampleError, Samples
+from stages.hidden_states.wire import HiddenBatch, HiddenStatesError
+
+_MIN_BATCHES_AHEAD = 2  # one that is being filled while the other waits to be taken
+
+
+class ByteBudget:
+    """`limit` bytes, given out in the order of asking. For use within one event loop."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._free = limit
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def hold(self, size: int) -> AsyncIterator[None]:
+        """Hold `size` bytes (at most `limit`) for the length of the context."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, turn))
+        self._serve()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._free += size
+            self._serve()
+
+    def _serve(self) -> None:
+        while self._waiting:
+            size, turn = self._waiting[0]
+            if not turn.cancelled():
+                if size > self._free:
+                    return
+                self._free -= size
+                turn.set_result(None)
+            self._waiting.popleft()
+
+
+@dataclass
+class _Tally:
+    """How many sequences were asked for and set aside in one `read`."""
+
+    asked: int = 0
+    set_aside: int = 0
+
+
+class StreamingReader:
+    """Implements `HiddenStatesReader` against a pool of extractors.
+
+    One reader a rank: `num_ranks` share the store. What was asked for and not yet read never exceeds
+    the rank's share of `hidden_states.window_share` of the store, so no put finds it full.
+    """
+
+    def __init__(self, endpoint: Endpoint, config: HiddenStatesConfig, *, num_ranks: int) -> None:
+        self._endpoint = endpoint
+        self._config = config
+        self._samples = Samples(endpoint, config)
+        self._window = ByteBudget(int(config.window_share * endpoint.store_bytes / num_ranks))
+        self._running = asyncio.Semaphore(math.ceil(endpoint.max_running / num_ranks))
+        self._loop = BackgroundLoop("hidden-states-reader")
+
+    def read(self, batches: Iterable[Sequence[TokenSequence]]) -> Iterator[HiddenBatch]:
+        """One HiddenBatch per element of `batches`, which is drawn from another thread.
+
+        Every sequence is asked for `hidden_states.attempts` times at most, then set aside by name.
+        Raises HiddenStatesError, with the last cause, when more than `hidden_states.max_set_aside_share`
+        of the sequences were (one is allowed unless the share is 0), when a sequence is larger than
+        the budget, or when no engine is left.
+        """
+        try:
+            yield from self._loop.iterate(self._batches(batches))
+        except EngineError as error:
+            raise HiddenStatesError(f"hidden states cannot be had: {error}") from error
+
+    def close(self) -> None:
+        """Stop fetching, end the thread, release the connection; safe to call twice."""
+        if self._loop.close():
+            self._samples.close()
+
+    async def _batches(self, batches: Iterable[Sequence[TokenSequence]]) -> AsyncGenerator[HiddenBatch, None]:
+        source = iter(batches)
+        ahead: deque[tuple[asyncio.Task[HiddenBatch], int]] = deque()
+        tally = _Tally()
+        try:
+            while True:
+                started = time.monotonic()
+                while len(ahead) < _MIN_BATCHES_AHEAD or sum(size for _, size in ahead) < self._window.limit:
+                    if (sequences := next(source, None)) is None:
+                        break
+                    size = sum(self._checked_bytes(sequence) for sequence in sequences)
+                    ahead.append((asyncio.create_task(self._batch(tuple(sequences))), size))
+                if not ahead:
+                    return
+                batch = await ahead[0][0]
+                ahead.popleft()
+                self._check_set_aside(tally, batch)
+                yield replace(batch, wait_s=time.monotonic() - started)
+        finally:
+            for task, _ in ahead:
+                task.cancel()
+            await asyncio.gather(*(task for task, _ in ahead), return_exceptions=True)
+
+    def _checked_bytes(self, sequence: TokenSequence) -> int:
+        """Raise HiddenStatesError when the sequence could never be fetched; else its object's size."""
+        size = self._endpoint.object_bytes(len(sequence))
+        limit = min(self._window.limit, self._endpoint.segment_bytes)
+        if len(sequence) == 0 or size > limit:
+            raise HiddenStatesError(
+                f"sequence {sequence.id} of {len(sequence)} tokens is an object of {size} bytes, the rank may have "
+                f"1 to {limit} in flight; raise hidden_states.segment_gib or hidden_states.window_share, or shorten it"
+            )
+        return size
+
+    def _check_set_aside(self, tally: _Tally, batch: HiddenBatch) -> None:
+        share = self._config.max_set_aside_share
+        tally.asked += len(batch.sequences) + len(batch.set_aside)
+        tally.set_aside += len(batch.set_aside)
+        if tally.set_aside > max(share * tally.asked, 1 if share > 0 else 0):
+            name, reason = batch.set_aside[-1] if batch.set_aside else ("", "")
+            raise HiddenStatesError(
+                f"{tally.set_aside} of {tally.asked} sequences could not be had, "
+                f"hidden_states.max_set_aside_share={share}; the last, {name}: {reason}"
+            )
+
+    async def _batch(self, sequences: tuple[TokenSequence, ...]) -> HiddenBatch:
+        """Fetch all sequences of a batch into one allocation: states packed, then the trailers."""
+        endpoint = self._endpoint
+        ends = list(accumulate((len(sequence) for sequence in sequences), initial=0))
+        packed = states_bytes(ends[-1], len(endpoint.layer_ids), endpoint.hidden_size, endpoint.torch_dtype)
+        memory = torch.empty(packed + len(sequences) * TRAILER_BYTES, dtype=torch.uint8)
+        shape = (ends[-1], len(endpoint.layer_ids), endpoint.hidden_size)
+        states_TLD = memory[:packed].view(endpoint.torch_dtype).view(shape)
+        trailers = memory[packed:].view(len(sequences), TRAILER_BYTES)
+        rows = [states_TLD[start:end] for start, end in pairwise(ends)]
+        self._samples.store.register(memory)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._sequence(sequence, (rows[i], trailers[i])))
+                    for i, sequence in enumerate(sequences)
+                ]
+        except* (EngineError, HiddenStatesError) as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._samples.store.unregister(memory)
+        reasons = [task.result() for task in tasks]
+        set_aside = tuple((s.id, why) for s, why in zip(sequences, reasons, strict=True) if why is not None)
+        if set_aside:
+            sequences, rows = (
+                tuple(s for s, why in zip(sequences, reasons, strict=True) if why is None),
+                [row for row, why in zip(rows, reasons, strict=True) if why is None],
+            )
+            states_TLD = torch.cat(rows) if rows else states_TLD[:0]
+        return HiddenBatch(sequences, states_TLD, 0.0, set_aside)
+
+    async def _sequence(self, sequence: TokenSequence, into: tuple[torch.Tensor, torch.Tensor]) -> str | None:
+        """Fill `into`; returns why not after the last try."""
+        failed: SampleError | None = None
+        async with self._running, self._window.hold(self._endpoint.object_bytes(len(sequence))):
+            for attempt in range(self._config.attempts):
+                actor = await self._samples.dispatcher.pick(avoid=None if failed is None else failed.actor)
+                try:
+                    await self._samples.take(sequence.input_ids, into, attempt=attempt, actor=actor)
+                except SampleError as error:
+                    failed = error
+                else:
+                    return None
+        return f"{self._config.attempts} tries, the last: {failed}"

@@ -1,0 +1,158 @@
+"""Pretended extractors that write real objects into a real store, and a tiny real target."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from stages.artifacts import Workspace
+from stages.corpus import TokenSequence, tokens_checksum
+from stages.engine.requests import EngineError, Extraction
+from stages.hidden_states.layout import TRAILER_BYTES, as_bytes, trailer
+from stages.hidden_states.master import Master
+from stages.hidden_states.store import ERROR_SUFFIX, HiddenStatesStore, StoreAddress
+from stages.target import Target, read_folder
+
+LAYER_IDS = (1, 3)
+HIDDEN_SIZE = 8
+SEGMENT_BYTES = 16 << 20  # the least that Mooncake takes
+
+
+def states_of(token_ids: np.ndarray) -> torch.Tensor:
+    """What a pretended extractor gives for these tokens: bfloat16 [T, L, D]."""
+    tokens = torch.from_numpy(token_ids.astype(np.int64))[:, None, None]
+    layers, width = torch.arange(len(LAYER_IDS))[None, :, None], torch.arange(HIDDEN_SIZE)
+    return ((tokens * 31 + layers * 7 + width) % 97 + 1).to(torch.bfloat16)
+
+
+def sequence(first: int, length: int = 5) -> TokenSequence:
+    """Tokens first, first+1, … of which only `first` matters to a pretended extractor."""
+    ids = np.arange(first, first + length, dtype=np.int32)
+    return TokenSequence(f"s{first}", "test", ids, np.ones(length, dtype=bool))
+
+
+def address_of(master: Master) -> StoreAddress:
+    """How tests reach a master's store; with memory for small puts."""
+    return StoreAddress(master.address, "tcp", "", 4 << 20)
+
+
+class PretendExtractor:
+    """Plays `faults[first token][attempt]`; everything else is extracted well, after a pretended prefill."""
+
+    def __init__(self, address: StoreAddress, faults: dict[int, list[str]], slow: tuple[int, ...] = ()) -> None:
+        self.store = HiddenStatesStore(address, SEGMENT_BYTES)
+        self.faults = faults
+        self.slow = slow
+        self.asked: list[int] = []
+        self.late: list[asyncio.Task[None]] = []
+
+    @ray.method(max_task_retries=-1)
+    async def ready(self) -> int:
+        return os.getpid()
+
+    async def watch(self, life: str) -> None:
+        if life != str(os.getpid()):
+            raise EngineError("died and was started again")
+        await asyncio.Event().wait()
+
+    async def log(self) -> list[int]:
+        """First tokens of all requests so far."""
+        return self.asked
+
+    async def extract(self, token_ids: np.ndarray, capture: dict[str, Any], logprobs: bool) -> Extraction:
+        first = int(token_ids[0])
+        self.asked.append(first)
+        planned = self.faults.get(first, [])
+        fault = planned[capture["attempt"]] if capture["attempt"] < len(planned) else ""
+        if fault == "die":
+            os._exit(1)
+        if fault == "refuse":
+            raise ValueError("prompt too long")
+        if first in self.slow:
+            await asyncio.sleep(0.3)
+        states = states_of(token_ids)
+        reference = {
+            "key": capture["key"],
+            "num_tokens": len(token_ids),
+            "layer_ids": list(LAYER_IDS),
+            "hidden_size": HIDDEN_SIZE,
+            "dtype": "bfloat16",
+            "pre_norm": True,
+            "target": "tiny",
+            "tokens_crc32": tokens_checksum(token_ids),
+            "total_bytes": states.nbytes + TRAILER_BYTES,
+            "attempt": capture["attempt"],
+        }
+        if fault.startswith("manifest "):
+            field = fault.removeprefix("manifest ")
+            reference |= {field: {"layer_ids": [1, 2], "pre_norm": False, "target": "other", "tokens_crc32": 1}[field]}
+        if fault == "no pre_norm":
+            del reference["pre_norm"]
+        self.late.append(asyncio.create_task(self._store(capture["key"], states, token_ids, fault)))
+        return Extraction(reference, str(os.getpid()), ())
+
+    async def _store(self, key: str, states: torch.Tensor, token_ids: np.ndarray, fault: str) -> None:
+        await asyncio.sleep(0.01)
+        if fault == "lose":
+            return
+        if fault == "die late":
+            os._exit(1)
+        if fault == "error":
+            self.store.put(key + ERROR_SUFFIX, b'{"error": "Non-finite producer tensor"}')
+            return
+        if fault == "zero":
+            states[2, 1] = 0
+        if fault == "nan":
+            states[1, 0, 3] = float("nan")
+        crc = tokens_checksum(token_ids) ^ (fault == "swap")
+        sealed = bytearray(as_bytes(states).tobytes() + trailer(as_bytes(states), crc, len(token_ids)))
+        if fault == "flip":
+            sealed[9] ^= 1
+        self.store.put(key, bytes(sealed[:-1] if fault == "short" else sealed))
+
+
+def build_tiny_qwen3(folder: Path) -> None:
+    """A random Qwen3 of three layers with a word-level tokenizer, in bfloat16."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(256)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1", pad_token="t0").save_pretrained(folder)
+
+
+def tiny_target(folder: Path) -> Target:
+    """A Target artifact beside a freshly built tiny Qwen3."""
+    build_tiny_qwen3(folder / "model")
+    workspace = Workspace(final=folder / "target", identity="tiny-qwen3")
+    workspace.path.mkdir()
+    facts = {
+        "built": False,
+        "model": str(folder / "model"),
+        "revision": None,
+        "trust_remote_code": False,
+        "shape": dataclasses.asdict(read_folder(folder / "model")),
+    }
+    return workspace.commit(Target, counts={}, metrics={}, facts=facts)

@@ -1,0 +1,253 @@
+"""Hidden states: bytes and checks, the contract, the master and the store."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from urllib.request import urlopen
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hidden_states_helpers import SEGMENT_BYTES, address_of
+
+from stages.hidden_states.contract import Agreement, compare, contract_sequences
+from stages.hidden_states.layout import as_bytes, check_trailer, trailer
+from stages.hidden_states.master import Master, mooncake_master
+from stages.hidden_states.reader import ByteBudget
+from stages.hidden_states.samples import check_states
+from stages.hidden_states.store import HiddenStatesStore, StoreAddress
+from stages.hidden_states.wire import HiddenStatesError
+from stages.target import TargetHead
+
+ROOT = Path(__file__).parents[2]
+
+
+# Bytes and checks
+
+
+def test_trailer_vouches_for_bytes_and_tokens() -> None:
+    states = as_bytes(torch.randn(4, 2, 8, dtype=torch.bfloat16))
+    seal = trailer(states, 7, 4)
+    check_trailer(seal, states, 7, 4)
+    damaged = states.copy()
+    damaged[11] ^= 1
+    with pytest.raises(HiddenStatesError, match="damaged bytes"):
+        check_trailer(seal, damaged, 7, 4)
+    with pytest.raises(HiddenStatesError, match="states of other tokens"):
+        check_trailer(seal, states, 8, 4)
+    with pytest.raises(HiddenStatesError, match="not written whole"):
+        check_trailer(bytes(len(seal)), states, 7, 4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_states_must_be_finite(bad: float, dtype: torch.dtype) -> None:
+    states = torch.randn(5, 2, 8, dtype=dtype)
+    check_states(states)
+    states[3, 1, 2] = bad
+    with pytest.raises(HiddenStatesError, match="not finite in 1 of 5 tokens, first at token 3, layer index 1"):
+        check_states(states)
+
+
+def test_an_unwritten_slot_is_found() -> None:
+    states = torch.randn(5, 2, 8)
+    states[2, 0] = 0
+    with pytest.raises(HiddenStatesError, match="all zero in 1 of 5 tokens, first at token 2, layer index 0"):
+        check_states(states)
+
+
+def test_budget_is_never_exceeded_and_serves_in_order() -> None:
+    order: list[int] = []
+    held = peak = 0
+
+    async def hold(budget: ByteBudget, name: int, size: int) -> None:
+        nonlocal held, peak
+        async with budget.hold(size):
+            order.append(name)
+            held += size
+            peak = max(peak, held)
+            await asyncio.sleep(0.01)
+            held -= size
+
+    async def run() -> None:
+        budget = ByteBudget(10)
+        tasks = [asyncio.create_task(hold(budget, i, size)) for i, size in enumerate([6, 6, 4, 10, 1])]
+        await asyncio.sleep(0.001)
+        tasks[1].cancel()  # a waiter that goes away must not block the others
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await hold(budget, 9, 10)  # all was given back
+
+    asyncio.run(run())
+    assert order == [0, 2, 3, 4, 9]
+    assert peak == 10
+
+
+# The contract, against a head and states made up here
+
+
+def engine_of(dtype: torch.dtype) -> tuple[TargetHead, list[torch.Tensor], list[np.ndarray], list[list[float]]]:
+    """A head, and what an engine that computes in `dtype` would capture and say for two sequences."""
+    generator = torch.Generator().manual_seed(0)
+    head = TargetHead(
+        embed_VD=torch.zeros(1),
+        norm_D=torch.rand(64, generator=generator).to(dtype) + 0.5,
+        lm_head_VD=(torch.randn(512, 64, generator=generator) * 0.5).to(dtype),
+        norm_eps=1e-6,
+    )
+    states, tokens, said = [], [], []
+    for length in (40, 40):
+        h = (torch.randn(length, 64, generator=generator) * 3).to(dtype)
+        ids = torch.randint(0, 512, (length,), generator=generator)
+        wide = h.float()
+        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype) * head.norm_D
+        logits = (normed.float() @ head.lm_head_VD.float().T).to(dtype).float()
+        states.append(h)
+        tokens.append(ids.numpy().astype(np.int32))
+        said.append(torch.log_softmax(logits, -1)[:-1].gather(-1, ids[1:, None])[:, 0].tolist())
+    return head, states, tokens, said
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_honest_states_keep_the_contract(dtype: torch.dtype) -> None:
+    head, states, tokens, said = engine_of(dtype)
+    for h, ids, logprobs in zip(states, tokens, said, strict=True):
+        agreement = compare(h, ids, logprobs, head)
+        assert agreement.holds
+        assert agreement.mean_tolerance < (0.1 if dtype == torch.bfloat16 else 0.01)  # or it would hold anything
+
+
+def normed(h: torch.Tensor) -> torch.Tensor:
+    return (h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True))).to(h.dtype)
+
+
+CORRUPTIONS: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
+    "a layer early": lambda states: states[0] - 0.3 * states[1],
+    "another request's": lambda states: states[1],
+    "shifted by one row": lambda states: states[0].roll(1, 0),
+    "a small additive error": lambda states: states[0] + 0.05 * states[1],
+    "one wrong row": lambda states: torch.cat([states[0][:20], states[1][20:21], states[0][21:]]),
+    "zeros": lambda states: torch.zeros_like(states[0]),
+    "NaN": lambda states: states[0] * float("nan"),
+}
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_wrong_states_break_the_contract(name: str) -> None:
+    head, states, tokens, said = engine_of(torch.bfloat16)
+    assert not compare(CORRUPTIONS[name](states), tokens[0], said[0], head).holds
+
+
+def test_a_missing_or_doubled_final_norm_breaks_the_contract() -> None:
+    head, states, tokens, said = engine_of(torch.bfloat16)
+    post_norm = normed(states[0]) * head.norm_D  # captured after the norm, and normed again by the reader
+    assert not compare(post_norm, tokens[0], said[0], head).holds
+
+    class NoNorm(TargetHead):
+        def logits(self, states_TD: torch.Tensor) -> torch.Tensor:
+            return states_TD.float() @ self.lm_head_VD.float().T
+
+    without = NoNorm(head.embed_VD, head.norm_D, head.lm_head_VD, head.norm_eps)
+    assert not compare(states[0], tokens[0], said[0], without).holds
+
+
+def test_contract_sequences_cover_the_traps() -> None:
+    sequences = contract_sequences(vocab_size=1000, max_model_len=512, max_num_batched_tokens=128)
+    assert any(np.array_equal(a, b) for i, a in enumerate(sequences) for b in sequences[:i])  # a repeated request
+    assert np.array_equal(sequences[4][:20], sequences[1][:20])  # a shared prefix
+    assert max(map(len, sequences)) > 128  # two prefill chunks
+    assert all(ids.min() >= 0 and ids.max() < 1000 for ids in sequences)
+    assert max(map(len, contract_sequences(1000, 512, 512))) <= 512
+    assert max(map(len, contract_sequences(50, 20, 20))) == 20
+
+
+def test_nan_never_agrees() -> None:
+    assert not Agreement(float("nan"), 0.0, 1.0, 1.0).holds
+
+
+# The master and the store
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    with mooncake_master("127.0.0.1", tmp_path_factory.mktemp("master") / "master.log") as running:
+        yield running
+
+
+def test_store_checks_every_code(master: Master) -> None:
+    store = HiddenStatesStore(replace(address_of(master), local_buffer_bytes=48 << 20), SEGMENT_BYTES)
+    reader = HiddenStatesStore(replace(address_of(master), local_buffer_bytes=0))
+    store.put("a", bytes(range(100)))
+    memory = torch.zeros(128, dtype=torch.uint8)
+    reader.register(memory)
+    reader.get_into("a", (memory[:60], memory[80:120]))
+    assert memory[:60].tolist() == list(range(60))
+    assert memory[80:120].tolist() == list(range(60, 100))
+    with pytest.raises(HiddenStatesError, match="get a: expected success, found code"):
+        reader.get_into("a", (memory[:50],))
+    assert reader.exist(["a", "b"]) == [True, False]
+    reader.remove("a")
+    reader.remove("a")  # already gone
+    assert reader.exist(["a"]) == [False]
+    with pytest.raises(HiddenStatesError, match="-704"):
+        reader.get_into("a", (memory[:100],))
+    with pytest.raises(HiddenStatesError, match="-200"):  # larger than all memory lent
+        store.put("big", bytes(2 * SEGMENT_BYTES))
+    reader.unregister(memory)
+    reader.close()
+    store.close()
+
+
+def test_a_full_store_refuses_instead_of_evicting(master: Master) -> None:
+    store = HiddenStatesStore(replace(address_of(master), local_buffer_bytes=SEGMENT_BYTES), SEGMENT_BYTES)
+    keys = [f"full-{i}" for i in range(4)]
+    for key in keys:
+        store.put(key, bytes(SEGMENT_BYTES // 5))
+    with pytest.raises(HiddenStatesError, match="-200"):
+        store.put("one more", bytes(SEGMENT_BYTES // 3))
+    time.sleep(0.5)  # eviction would be at work by now
+    assert store.exist([*keys, "one more"]) == [True] * 4 + [False]
+    store.close()
+
+
+def test_nobody_at_the_master_address_is_said_at_once() -> None:
+    started = time.monotonic()
+    with pytest.raises(HiddenStatesError, match=r"hidden_states\.master_address=127\.0\.0\.1:1"):
+        HiddenStatesStore(StoreAddress("127.0.0.1:1", "tcp", "", 0))
+    assert time.monotonic() - started < 10
+
+
+def test_a_master_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
+    def run() -> None:
+        with mooncake_master("127.0.0.1", tmp_path / "master.log") as running:
+            os.kill(running.pid, signal.SIGKILL)
+            time.sleep(0.3)
+
+    with pytest.raises(HiddenStatesError, match=r"(?s)ended with status -9.*Master"):
+        run()
+
+
+def test_a_master_dies_with_its_sigkilled_parent(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from stages.hidden_states.master import mooncake_master\n"
+        f"with mooncake_master('127.0.0.1', Path({str(tmp_path / 'log')!r})) as master:\n"
+        "    print(master.pid, master.metrics, flush=True); time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert parent.stdout is not None
+    pid, metrics = parent.stdout.readline().split()
+    assert b"master_" in urlopen(metrics, timeout=5).read()
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(int(pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE

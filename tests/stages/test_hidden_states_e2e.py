@@ -1,0 +1,129 @@
+"""Real vLLM engines, a real master and real Ray: the contract, bit-equality, and engines that are killed."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from hidden_states_helpers import tiny_target
+from transformers import AutoModelForCausalLM
+
+from stages.corpus import TokenSequence
+from stages.engine.config import EngineConfig
+from stages.engine.requests import EngineError, GenerationRequest
+from stages.hidden_states.config import HiddenStatesConfig
+from stages.hidden_states.pool import ExtractorPool, extractor_pool, open_reader
+from stages.hidden_states.wire import HiddenBatch
+from stages.target import Target
+
+pytestmark = pytest.mark.e2e
+ROOT = Path(__file__).parents[2]
+LAYER_IDS = (1, 2, 3)
+ENGINE = EngineConfig(max_model_len=256, max_num_batched_tokens=128, max_num_seqs=8, num_actors=2, kv_cache_gib=0.25)
+CONFIG = HiddenStatesConfig(segment_gib=1 / 64, local_buffer_gib=0.0)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    environment = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    yield
+    ray.shutdown()
+
+
+def engine_processes(actor_pid: int) -> list[psutil.Process]:
+    return [p for p in psutil.Process(actor_pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+
+
+def all_gone(processes: list[psutil.Process], within_s: float) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
+    return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def sequences(count: int) -> list[TokenSequence]:
+    random = np.random.default_rng(0)
+    lengths = random.integers(10, 257, count)  # some longer than one prefill chunk, some as long as the model allows
+    ids = [random.integers(2, 256, length, dtype=np.int32) for length in [256, *lengths[1:]]]
+    return [TokenSequence(f"s{i}", "test", tokens, np.ones(len(tokens), bool)) for i, tokens in enumerate(ids)]
+
+
+def joined(batches: list[HiddenBatch]) -> torch.Tensor:
+    assert not [batch.set_aside for batch in batches if batch.set_aside]
+    return torch.cat([batch.states_TLD for batch in batches])
+
+
+def check_against_transformers(target: Target, batch: HiddenBatch) -> None:
+    """Layer k of vLLM is entry k of transformers' hidden states (k < num_layers: the residual stream)."""
+    model = AutoModelForCausalLM.from_pretrained(target.model, dtype=torch.float32)
+    start = 0
+    for sequence in batch.sequences:
+        states_TLD = batch.states_TLD[start : start + len(sequence)].float()
+        start += len(sequence)
+        with torch.no_grad():
+            wanted = model(torch.from_numpy(sequence.input_ids)[None].long(), output_hidden_states=True).hidden_states
+        for index in (0, 1):
+            similarity = torch.cosine_similarity(states_TLD[:, index], wanted[LAYER_IDS[index]][0], dim=-1)
+            assert similarity.min() > 0.999
+
+
+def check_generation(pool: ExtractorPool) -> None:
+    requests = [GenerationRequest(s.id, tuple(s.input_ids[:9].tolist()), 12) for s in sequences(6)]
+    together = {r.id: r.token_ids for r in pool.generate(requests)}
+    alone = {r.id: r.token_ids for request in requests for r in pool.generate([request])}
+    assert together == alone
+    assert all(1 <= len(ids) <= 12 for ids in together.values())
+    [refused] = pool.generate([GenerationRequest("long", tuple(range(2, 256)) * 2, 1)])
+    assert refused.finish_reason == "error"
+    assert "257" in refused.error  # the engine's own words, with its limit
+
+
+def test_extraction_survives_its_engines(target: Target, cluster: None, tmp_path: Path) -> None:
+    wanted = sequences(24)
+    batches = [wanted[i : i + 4] for i in range(0, 24, 4)]
+    with extractor_pool(target, LAYER_IDS, ENGINE, CONFIG, work=tmp_path) as pool:
+        assert 0 < pool.agreement.mean < pool.agreement.mean_tolerance
+        check_generation(pool)
+        actors = ray.get([actor.ready.remote() for actor in pool.endpoint.actors])
+        everything = [p for pid in actors for p in psutil.Process(pid).children(recursive=True)]
+        reader = open_reader(pool.endpoint, CONFIG, num_ranks=1)
+        undisturbed = list(reader.read(batches))
+        check_against_transformers(target, undisturbed[0])
+        one_by_one = list(reader.read([[sequence] for sequence in wanted]))
+        assert torch.equal(joined(undisturbed), joined(one_by_one))
+
+        started, disturbed = time.monotonic(), []
+        for index, batch in enumerate(reader.read(batches)):
+            disturbed.append(batch)
+            if index == 1:  # the engine of one actor: its requests and its unread samples are lost
+                [core] = engine_processes(actors[0])
+                core.send_signal(signal.SIGKILL)
+        assert torch.equal(joined(undisturbed), joined(disturbed))
+        assert time.monotonic() - started < CONFIG.sample_timeout_s / 2  # nobody waited for what cannot come
+
+        [core] = engine_processes(actors[1])
+        os.kill(actors[1], signal.SIGKILL)  # an actor: nothing of its engine may stay
+        assert all_gone([core], within_s=10)
+        reader.close()
+    assert all_gone(everything, within_s=10)
+
+
+def test_a_start_that_fails_says_why(target: Target, cluster: None, tmp_path: Path) -> None:
+    engine = EngineConfig(max_model_len=256, max_num_batched_tokens=256, kv_cache_gib=1e-5)
+    started = time.monotonic()
+    with (
+        pytest.raises(EngineError, match=r"ValueError: .*(KV cache|memory)"),
+        extractor_pool(target, LAYER_IDS, engine, CONFIG, work=tmp_path),
+    ):
+        pytest.fail("started")
+    assert time.monotonic() - started < 120

@@ -1,0 +1,228 @@
+"""The reader, against extractors that do every kind of harm, and a real store."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from hidden_states_helpers import (
+    HIDDEN_SIZE,
+    LAYER_IDS,
+    SEGMENT_BYTES,
+    PretendExtractor,
+    address_of,
+    sequence,
+    states_of,
+)
+
+from stages.corpus import TokenSequence
+from stages.hidden_states.config import HiddenStatesConfig
+from stages.hidden_states.master import Master, mooncake_master
+from stages.hidden_states.pool import open_reader
+from stages.hidden_states.reader import StreamingReader
+from stages.hidden_states.samples import Endpoint
+from stages.hidden_states.wire import HiddenBatch, HiddenStatesError
+
+ROOT = Path(__file__).parents[2]
+CONFIG = HiddenStatesConfig(sample_timeout_s=2.0, attempts=3, max_set_aside_share=0.5)
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    with mooncake_master("127.0.0.1", tmp_path_factory.mktemp("master") / "master.log") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    environment = {"env_vars": {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}}
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    yield
+    ray.shutdown()
+
+
+HARM = {
+    "lose": "no states within hidden_states.sample_timeout_s=1.0",
+    "error": "Non-finite producer tensor",
+    "zero": "all zero in 1 of 5 tokens, first at token 2",
+    "nan": "not finite in 1 of 5 tokens, first at token 1",
+    "swap": "states of other tokens",
+    "flip": "damaged bytes",
+    "short": "found code -800",
+    "refuse": "prompt too long",
+    "no pre_norm": "manifest differs in pre_norm: expected True, found None",
+    "manifest pre_norm": "pre_norm: expected True, found False",
+    "manifest layer_ids": "layer_ids: expected (1, 3), found (1, 2)",
+    "manifest target": "target: expected 'tiny', found 'other'",
+    "manifest tokens_crc32": "tokens_crc32: expected",
+}
+ONCE = {1000 + 100 * i: harm for i, harm in enumerate(HARM)}
+ALWAYS = {5000 + 100 * i: harm for i, harm in enumerate(HARM)}
+DIES, DIES_LATE = 9000, 9100
+FAULTS = {first: [harm] for first, harm in ONCE.items()} | {first: [harm] * 3 for first, harm in ALWAYS.items()}
+SLOW = (0, 11, 32)
+
+
+@contextmanager
+def extractors(master: Master, count: int) -> Iterator[Endpoint]:
+    make = ray.remote(PretendExtractor).options(num_cpus=0, max_restarts=-1, max_concurrency=64)
+    faults = FAULTS | {DIES: ["die"], DIES_LATE: ["die late"]}
+    actors = tuple(make.remote(address_of(master), faults, SLOW) for _ in range(count))
+    ray.get([actor.ready.remote() for actor in actors])
+    yield Endpoint(
+        actors=actors,
+        store=replace(address_of(master), local_buffer_bytes=0),
+        target="tiny",
+        layer_ids=LAYER_IDS,
+        hidden_size=HIDDEN_SIZE,
+        dtype="bfloat16",
+        store_bytes=count * SEGMENT_BYTES,
+        segment_bytes=SEGMENT_BYTES,
+        max_running=8 * count,
+        start_timeout_s=60.0,
+    )
+    for actor in actors:
+        ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def endpoint(cluster: None, master: Master) -> Iterator[Endpoint]:
+    with extractors(master, count=2) as found:
+        yield found
+
+
+@contextmanager
+def reading(endpoint: Endpoint, config: HiddenStatesConfig = CONFIG) -> Iterator[StreamingReader]:
+    reader = open_reader(endpoint, config, num_ranks=1)
+    try:
+        yield reader
+    finally:
+        reader.close()
+        reader.close()
+
+
+def check_batch(batch: HiddenBatch) -> None:
+    wanted = [states_of(s.input_ids) for s in batch.sequences]
+    assert torch.equal(batch.states_TLD, torch.cat(wanted) if wanted else batch.states_TLD[:0])
+
+
+def asked(endpoint: Endpoint, first: int) -> list[int]:
+    """How often each actor was asked for the sequence that starts with `first`."""
+    return [ray.get(actor.log.remote()).count(first) for actor in endpoint.actors]
+
+
+def test_batches_come_in_order_whatever_the_order_of_arrival(endpoint: Endpoint) -> None:
+    batches = [[sequence(10 * b + i, 3 + i) for i in range(4)] for b in range(6)]
+    with reading(endpoint) as reader:
+        for _ in range(2):  # the same reader again
+            read = list(reader.read(batches))
+            assert [[s.id for s in batch.sequences] for batch in read] == [[s.id for s in b] for b in batches]
+            for batch in read:
+                check_batch(batch)
+                assert not batch.set_aside
+                assert batch.wait_s >= 0
+        assert list(reader.read([])) == []
+    assert all(len(ray.get(actor.log.remote())) > 8 for actor in endpoint.actors)  # both worked
+
+
+def test_every_harm_is_survived_once(endpoint: Endpoint, master: Master) -> None:
+    before = master.stored_bytes()
+    with reading(endpoint, replace(CONFIG, sample_timeout_s=1.0)) as reader:
+        read = list(reader.read([[sequence(first), sequence(first + 50)] for first in ONCE]))
+    assert [len(batch.sequences) for batch in read] == [2] * len(HARM)
+    for batch in read:
+        check_batch(batch)
+        assert not batch.set_aside
+    for first in ONCE:
+        assert asked(endpoint, first) == [1, 1]  # the second try went to the other actor
+    assert master.stored_bytes() == before
+
+
+def test_what_never_gets_well_is_set_aside_by_name(endpoint: Endpoint, master: Master) -> None:
+    before = master.stored_bytes()
+    with reading(endpoint, replace(CONFIG, sample_timeout_s=1.0)) as reader:
+        read = list(reader.read([[sequence(1), sequence(first), sequence(20, 4)] for first in ALWAYS]))
+    for batch, (first, harm) in zip(read, ALWAYS.items(), strict=True):
+        assert [s.id for s in batch.sequences] == ["s1", "s20"]
+        check_batch(batch)
+        [(name, why)] = batch.set_aside
+        assert name == f"s{first}"
+        assert HARM[harm] in why
+        assert sum(asked(endpoint, first)) == 3
+    assert master.stored_bytes() == before
+
+
+def test_too_many_set_aside_stop_the_read(endpoint: Endpoint) -> None:
+    bad = [sequence(first) for first, harm in ALWAYS.items() if harm in ("error", "flip")]
+    with reading(endpoint, replace(CONFIG, max_set_aside_share=0.1)) as reader:
+        with pytest.raises(HiddenStatesError, match=r"2 of 4 sequences.*max_set_aside_share=0\.1.*damaged"):
+            list(reader.read([[sequence(1), sequence(2), *bad]]))
+        [batch] = reader.read([[sequence(5)]])  # the reader is still good
+        check_batch(batch)
+
+
+def test_unread_samples_stay_within_the_budget(endpoint: Endpoint, master: Master) -> None:
+    size = 64  # tokens
+    assert endpoint.object_bytes(size) == 64 * 2 * 8 * 2 + 64
+    window = 3 * endpoint.object_bytes(size)
+    before = peak = master.stored_bytes()
+    with reading(endpoint, replace(CONFIG, window_share=window / endpoint.store_bytes)) as reader:
+        for batch in reader.read([[sequence(8 * b + i, size) for i in range(8)] for b in range(4)]):
+            check_batch(batch)
+            peak = max(peak, master.stored_bytes())
+    assert peak - before <= window
+
+
+def test_a_sequence_larger_than_the_budget_is_refused_before_it_is_asked_for(endpoint: Endpoint) -> None:
+    with reading(endpoint, replace(CONFIG, window_share=0.0001)) as reader:
+        with pytest.raises(HiddenStatesError, match=r"sequence s777 of 200 tokens.*hidden_states\.segment_gib"):
+            list(reader.read([[sequence(777, 200)]]))
+        assert asked(endpoint, 777) == [0, 0]
+
+
+def test_errors_in_the_source_of_batches_reach_the_consumer(endpoint: Endpoint) -> None:
+    def broken() -> Iterator[list[TokenSequence]]:
+        yield [sequence(1)]
+        raise OSError("shard unreadable")
+
+    with reading(endpoint) as reader, pytest.raises(OSError, match="shard unreadable"):
+        list(reader.read(broken()))
+
+
+def test_a_reader_that_stops_early_can_be_closed(endpoint: Endpoint) -> None:
+    reader = open_reader(endpoint, CONFIG, num_ranks=1)
+    batches = reader.read([[sequence(first)] for first in SLOW * 20])
+    next(batches)
+    reader.close()  # while others are under way
+    batches.close()
+    with reading(endpoint) as other:
+        for batch in other.read([[sequence(200)]]):
+            check_batch(batch)
+
+
+def test_an_endpoint_travels_to_another_process(endpoint: Endpoint) -> None:
+    @ray.remote(num_cpus=0)
+    def read_there(endpoint: Endpoint) -> list[torch.Tensor]:
+        with reading(endpoint) as reader:
+            return [batch.states_TLD.float() for batch in reader.read([[sequence(1)], [sequence(2)]])]
+
+    found = ray.get(read_there.remote(endpoint))
+    assert all(torch.equal(a, states_of(sequence(i).input_ids).float()) for i, a in enumerate(found, start=1))
+
+
+def test_dead_extractors_come_back_or_end_the_read(cluster: None, master: Master) -> None:
+    # A time-out longer than the test: a death, also one after the answer, is noticed as such.
+    config = replace(CONFIG, sample_timeout_s=900.0)
+    with extractors(master, count=1) as endpoint, reading(endpoint, config) as reader:
+        read = list(reader.read([[sequence(1)], [sequence(DIES), sequence(3)], [sequence(DIES_LATE)]]))
+        assert [len(batch.sequences) for batch in read] == [1, 2, 1]
+        for batch in read:
+            check_batch(batch)
+        batches = reader.read([[sequence(i)] for i in range(50)])
+        next(batches)
+        ray.kill(endpoint.actors[0])  # for good
+        with pytest.raises(HiddenStatesError, match="all 1 engines are dead"):
+            list(batches)
