@@ -1,7 +1,7 @@
 """Everything about a config that can be refused before a process starts.
 
 Each check says what was asked, what was found, and the way out, in one line that names the key or
-file. What only the real machines can tell is `pipeline.doctor`'s to say.
+file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from pathlib import Path
 
 from pipeline.config import ConfigError, PipelineConfig
 from stages.datagen.prompts import check as check_prompts
+from stages.draft.config import check_draft
+from stages.engine.args import check_engine
 from stages.publish.hub import check as check_publish
 from stages.target import TargetShape, known_shape
 
@@ -22,50 +24,16 @@ def check(config: PipelineConfig) -> None:
     """Run all checks. Raises ConfigError for the first one that fails."""
     try:
         shape = known_shape(config.target)
+        check_draft(config.draft, shape)
+        check_engine(config.engine)
         check_prompts(config.datagen)
         check_publish(config.publish)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    check_draft(config, shape)
     check_lengths(config, shape)
     check_sizes(config)
     check_workers(config)
     check_output(config, shape)
-
-
-def check_draft(config: PipelineConfig, shape: TargetShape) -> None:
-    """The draft against the target: mask token, aux layers, block, heads."""
-    draft = config.draft
-    if draft.mask_token_id is None:
-        raise ConfigError(
-            "draft.mask_token_id: must be set to a token that never occurs in text, found null; "
-            "a pad or end-of-text token would be learnt as mask"
-        )
-    if not 0 <= draft.mask_token_id < shape.vocab_size:
-        raise ConfigError(
-            f"draft.mask_token_id={draft.mask_token_id}: expected 0 to {shape.vocab_size - 1}, "
-            "the rows of the target's embedding"
-        )
-    layers = draft.aux_layer_ids
-    if not layers or list(layers) != sorted(set(layers)) or not (layers[0] >= 1 and layers[-1] < shape.num_layers):
-        raise ConfigError(
-            f"draft.aux_layer_ids={list(layers)}: expected ascending layers from 1 to {shape.num_layers - 1}; "
-            f"layer {shape.num_layers}, the final one, is added by itself"
-        )
-    proposals = draft.block_size if draft.sample_from_anchor else draft.block_size - 1
-    if not 1 <= draft.num_speculative_tokens <= proposals:
-        raise ConfigError(
-            f"draft.num_speculative_tokens={draft.num_speculative_tokens}: expected 1 to {proposals} with "
-            f"draft.block_size={draft.block_size} and draft.sample_from_anchor={draft.sample_from_anchor}"
-        )
-    if draft.num_heads % draft.num_kv_heads:
-        raise ConfigError(
-            f"draft.num_heads={draft.num_heads}: expected a multiple of draft.num_kv_heads={draft.num_kv_heads}"
-        )
-    if draft.confidence_with_markov and draft.markov_rank < 1:
-        raise ConfigError("draft.confidence_with_markov=true: needs draft.markov_rank of at least 1, found 0")
-    if draft.causal and draft.sliding_window is None:
-        raise ConfigError("draft.causal=true: vLLM serves causal blocks only with draft.sliding_window, found null")
 
 
 def check_lengths(config: PipelineConfig, shape: TargetShape) -> None:
@@ -94,8 +62,6 @@ def check_lengths(config: PipelineConfig, shape: TargetShape) -> None:
 def check_sizes(config: PipelineConfig) -> None:
     """Numbers that only make sense inside a range."""
     positive = {
-        "draft.num_layers": config.draft.num_layers,
-        "draft.block_size": config.draft.block_size,
         "train.epochs": config.train.epochs,
         "train.batch_sequences": config.train.batch_sequences,
         "train.anchors_per_sequence": config.train.anchors_per_sequence,
@@ -106,18 +72,24 @@ def check_sizes(config: PipelineConfig) -> None:
         "train.validate_every_steps": config.train.validate_every_steps,
         "train.checkpoint_every_steps": config.train.checkpoint_every_steps,
         "train.keep_checkpoints": config.train.keep_checkpoints,
-        "engine.num_actors": config.engine.num_actors,
-        "engine.tensor_parallel": config.engine.tensor_parallel,
-        "engine.max_num_seqs": config.engine.max_num_seqs,
         "evaluate.prompts_per_domain": config.evaluate.prompts_per_domain,
         "evaluate.max_new_tokens": config.evaluate.max_new_tokens,
+        "evaluate.batch_sequences": config.evaluate.batch_sequences,
+        "evaluate.bootstrap_samples": config.evaluate.bootstrap_samples,
+        "calibrate.temperature_min": config.calibrate.temperature_min,
+        "calibrate.temperature_steps": config.calibrate.temperature_steps,
+        "calibrate.max_anchors_per_sequence": config.calibrate.max_anchors_per_sequence,
         "calibrate.bins": config.calibrate.bins,
         "hidden_states.segment_gib": config.hidden_states.segment_gib,
         "hidden_states.attempts": config.hidden_states.attempts,
     }
+    if config.train.max_steps is not None:
+        positive["train.max_steps"] = config.train.max_steps
     for key, value in positive.items():
         if not value > 0:
             raise ConfigError(f"{key}={value}: expected more than 0")
+    if config.hidden_states.segment_gib < 1 / 64:
+        raise ConfigError(f"hidden_states.segment_gib={config.hidden_states.segment_gib}: Mooncake wants 1/64 at least")
     shares = {
         "train.warmup_share": config.train.warmup_share,
         "hidden_states.window_share": config.hidden_states.window_share,
@@ -127,6 +99,11 @@ def check_sizes(config: PipelineConfig) -> None:
     for key, value in shares.items():
         if not 0 <= value <= 1:
             raise ConfigError(f"{key}={value}: expected a share from 0 to 1")
+    if config.datagen.temperature and config.draft.confidence_head:
+        raise ConfigError(
+            f"datagen.temperature={config.datagen.temperature}: calibrate counts acceptance against greedy answers and "
+            "needs 0; or set draft.confidence_head=false draft.confidence_with_markov=false"
+        )
     train = config.train
     if train.batch_sequences < train.num_workers:
         raise ConfigError(
@@ -140,13 +117,16 @@ def check_workers(config: PipelineConfig) -> None:
     if config.ray.address or os.environ.get("RAY_ADDRESS"):
         return
     engine, train = config.engine, config.train
-    have = config.ray.num_cpus or os.cpu_count() or 1
-    need = engine.num_actors * engine.cpus_per_actor + train.num_workers * train.cpus_per_worker
-    if need > have:
-        raise ConfigError(
-            f"train asks for {need:g} CPUs (engine.num_actors x cpus_per_actor + train.num_workers x cpus_per_worker), "
-            f"found {have:g}; lower one or set ray.num_cpus"
-        )
+    have = float(os.cpu_count() or 1) if config.ray.num_cpus is None else config.ray.num_cpus
+    needs = {
+        "engine.num_actors x engine.cpus_per_actor + train.num_workers x train.cpus_per_worker": (
+            engine.num_actors * engine.cpus_per_actor + train.num_workers * train.cpus_per_worker
+        ),
+        "evaluate.cpus": config.evaluate.cpus,
+    }
+    for keys, need in needs.items():
+        if need > have:
+            raise ConfigError(f"{keys} = {need:g} CPUs: found {have:g} here; lower one or set ray.num_cpus")
     gpus = engine.num_actors * engine.gpus_per_actor + train.num_workers * train.gpus_per_worker
     if gpus and not Path("/dev/nvidia0").exists():
         raise ConfigError(

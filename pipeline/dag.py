@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
-from pipeline.config import PipelineConfig, flat, plain
+from pipeline.config import PipelineConfig, flat
 from stages.artifacts import Artifact, ArtifactError, Layout, Record, Workspace, digest, fingerprint
 from stages.datagen.prompts import source_digests
 from stages.target import content
@@ -87,7 +87,8 @@ def _publish(c: PipelineConfig, i: Inputs, out: Workspace) -> Artifact:
     from stages.publish.stage import run
 
     made = (i["target"], i["datagen"], i["train"], i["calibrate"], i["evaluate"])
-    provenance = {"config": plain(c), "code_versions": {a.record.kind: a.record.code_version for a in made}}
+    told = {name: fingerprint(getattr(c, name)) for stage in STAGES for name in stage.config}  # no paths, no addresses
+    provenance = {"config": told, "code_versions": {a.record.kind: a.record.code_version for a in made}}
     return run(c.publish, *made, draft=c.draft, provenance=provenance, out=out)
 
 

@@ -8,7 +8,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from pipeline.console import Console, summary, table
 from pipeline.dag import NAMES, Node, plan
 from stages.artifacts import Artifact, Layout, code_version, write_json, write_whole
 from stages.tracking import Tracker
+
+MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED", "running": "KILLED"}
 
 HELP = """\
 usage: python -m pipeline.run [conf=NAME | run=ID] [stages=A,B] [section.key=value ...]
@@ -95,59 +98,82 @@ def select(request: Request, nodes: dict[str, Node]) -> tuple[str, ...]:
 
 def drive(config: PipelineConfig, run_id: str, nodes: dict[str, Node], selected: Sequence[str]) -> int:
     """Run, track, and report. Everything that was started has ended when this returns."""
-    from pipeline.execute import Execution, StageFailed, Stopped, cluster
-
     began = time.monotonic()
-    layout = Layout(Path(config.out).resolve())
-    folder = layout.run(run_id)
     todo = [name for name in nodes if name in selected and not nodes[name].complete]
     console = Console()
+    console.say(f"run        {run_id}  ({'nothing to make' if not todo else 'to make: ' + ', '.join(todo)})")
+    tracker = tracker_for(config, run_id)
+    with _recorded(config, run_id, nodes, todo) as record:
+        if todo:
+            artifacts = _make(config, nodes, selected, console, tracker, record)
+        else:
+            artifacts = {name: Artifact.open(node.workspace.final) for name, node in nodes.items() if node.complete}
+            record |= {"status": "finished", "code": 0}
+        again = f"run={run_id}" + ("" if config.out == PipelineConfig("x").out else f" out={config.out}")
+        if record["code"]:
+            console.say(f"{record['why']}\nGo on with: python -m pipeline.run {again}")
+        if undelivered := record.get("undelivered"):
+            command = f"python -m pipeline.track {again}"
+            console.say(f"warning: tracking is incomplete ({undelivered}); send the rest with: {command}")
+    if record["code"] == 0:
+        print(closing(artifacts, todo, tracker, time.monotonic() - began))
+    return int(record["code"])
+
+
+def _make(
+    config: PipelineConfig,
+    nodes: dict[str, Node],
+    selected: Sequence[str],
+    console: Console,
+    tracker: Tracker,
+    record: dict[str, Any],
+) -> dict[str, Artifact]:
+    """Make what is to be made; `record` gets status, exit code, and why when it is not 0."""
+    from pipeline.execute import Execution, StageFailed, Stopped, cluster
+
+    tracker.start()
+    try:
+        with cluster(config.ray) as stop:
+            artifacts = Execution(config, nodes, selected, console, tracker, stop).run()
+        record |= {"status": "finished", "code": 0}
+        return artifacts
+    except StageFailed as error:
+        record |= {"status": "failed", "code": 1, "why": f"error: {' '.join(str(error).split())}"}
+    except Stopped as error:
+        record |= {"status": "killed", "code": 128 + error.signum, "why": f"stopped by {error}"}
+    except ConnectionError as error:
+        record |= {"status": "failed", "code": 1, "why": f"error: ray.address={config.ray.address}: {error}"}
+    finally:
+        console.close()
+        record["undelivered"] = tracker.close(MLFLOW_STATUS[record["status"]])
+        record["mlflow_run"] = tracker.parent_run_id
+    return {}
+
+
+@contextmanager
+def _recorded(config: PipelineConfig, run_id: str, nodes: dict[str, Node], todo: list[str]) -> Iterator[dict[str, Any]]:
+    """Keep `config.yaml` and `run.json` of a run; the latter is final whatever happens inside."""
+    folder = Layout(Path(config.out).resolve()).run(run_id)
+    folder.mkdir(parents=True, exist_ok=True)
+    before = json.loads((folder / "run.json").read_text(encoding="utf-8")) if (folder / "run.json").exists() else {}
+    began = time.monotonic()
     record: dict[str, Any] = {
         "run": run_id,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "code_version": code_version(),
         "stages": {name: node.workspace.identity for name, node in nodes.items()},
-        "made": todo,
+        "made": list(dict.fromkeys([*before.get("made", []), *todo])),
         "status": "running",
         "pid": os.getpid(),
         "host": socket.gethostname(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.yaml", to_yaml(config))
     write_json(folder / "run.json", record)
-    tracker = tracker_for(config, run_id)
-    status, code = "FAILED", 1  # unless proven otherwise
-    artifacts: dict[str, Artifact] = {}
-    console.say(f"run        {run_id}  ({'nothing to make' if not todo else 'to make: ' + ', '.join(todo)})")
-    if todo:
-        tracker.start()
-        try:
-            with cluster(config.ray) as stop:
-                artifacts = Execution(config, nodes, selected, console, tracker, stop).run()
-            status, code = "FINISHED", 0
-        except StageFailed as error:
-            console.say(f"error: {_one_line(error)}\nGo on with: python -m pipeline.run run={run_id}{_where(config)}")
-        except Stopped as error:
-            status, code = "KILLED", 128 + error.signum
-            console.say(f"stopped by {error}; go on with: python -m pipeline.run run={run_id}{_where(config)}")
-        finally:
-            console.close()
-            undelivered = tracker.close(status)
-        if undelivered:
-            again = f"python -m pipeline.track run={run_id}{_where(config)}"
-            console.say(f"warning: tracking is incomplete ({undelivered}); send the rest with: {again}")
-    else:
-        status, code = "FINISHED", 0
-        artifacts = {name: Artifact.open(node.workspace.final) for name, node in nodes.items() if node.complete}
-    record |= {
-        "status": status.lower(),
-        "seconds": round(time.monotonic() - began, 1),
-        "mlflow_run": tracker.parent_run_id,
-    }
-    write_json(folder / "run.json", record)
-    if code == 0:
-        print(closing(artifacts, todo, tracker, time.monotonic() - began))
-    return code
+    record |= {"status": "failed", "code": 1}  # unless proven otherwise
+    try:
+        yield record
+    finally:
+        write_json(folder / "run.json", {**record, "seconds": round(time.monotonic() - began, 1)})
 
 
 def tracker_for(config: PipelineConfig, run_id: str) -> Tracker:
@@ -181,14 +207,6 @@ def _domains(report: dict[str, Any]) -> str:
         between = "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
         rows.append([name, str(row["prompts"]), str(row["rounds"]), told, between])
     return table(["domain", "prompts", "rounds", "acceptance length", "95 % interval"], rows, right=[1, 2, 3])
-
-
-def _where(config: PipelineConfig) -> str:
-    return "" if config.out == PipelineConfig("x").out else f" out={config.out}"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":

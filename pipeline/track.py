@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipeline.config import ConfigError, parse
 from pipeline.dag import plan, stage_params
-from pipeline.run import resolve, tracker_for
+from pipeline.run import MLFLOW_STATUS, resolve, tracker_for
 from stages.artifacts import Artifact, Layout
 
 HELP = """\
@@ -35,14 +35,14 @@ def main(args: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     layout = Layout(Path(config.out).resolve())
-    made = json.loads((layout.run(run_id) / "run.json").read_text(encoding="utf-8"))["made"]
+    run = json.loads((layout.run(run_id) / "run.json").read_text(encoding="utf-8"))
     tracker = tracker_for(config, run_id)
     tracker.start()
     for name, node in plan(config).items():
-        if name in made and node.complete:
+        if name in run["made"] and node.complete:
             tracker.stage(name, node.workspace.final, stage_params(config, node.stage))
             tracker.finished(name, Artifact.open(node.workspace.final))
-    undelivered = tracker.close("FINISHED", timeout_s=600.0)
+    undelivered = tracker.close(MLFLOW_STATUS[run["status"]], timeout_s=600.0)
     if undelivered:
         print(f"error: {undelivered}", file=sys.stderr)
         return 1

@@ -185,7 +185,11 @@ class Workspace:
         facts: Mapping[str, Any],
         drop: Sequence[str] = (),
     ) -> A:
-        """Remove the working files named in `drop`, write the record, make the folder visible."""
+        """Write the record, make the folder visible, then remove the working files named in `drop`.
+
+        In this order: a process that is killed in between leaves rubbish behind, but never takes away
+        what a resumed stage would need.
+        """
         record = Record(
             kind=kind.__name__,
             identity=self.identity,
@@ -199,12 +203,12 @@ class Workspace:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - self.started, 3),
         )
-        for name in drop:
-            remove(self.path / name)
         self.events.finish()
         write_json(self.path / RECORD, dataclasses.asdict(record))
         remove(self.final)
         self.path.rename(self.final)
+        for name in drop:
+            remove(self.final / name)
         return kind.load(self.final)
 
 

@@ -46,6 +46,7 @@ class _Sent:
     run_id: str = ""
     last_step: dict[str, int] = field(default_factory=dict)  # by metric
     done: bool = False
+    failed: bool = False
     open: bool = False  # its MLflow run has been opened by this process
 
 
@@ -84,6 +85,7 @@ class Tracker:
         self._client: MlflowClient | None = None
         self._thread = threading.Thread(target=self._loop, name="tracking", daemon=True)
         self.error: str | None = None
+        self._ended = False
 
     def start(self) -> None:
         """Begin to send in the background."""
@@ -93,8 +95,8 @@ class Tracker:
         """A stage has begun; `folder` is where its artifact will be."""
         with self._lock:
             self._stages[name] = _Stage(folder, params)
-            if name in self._sent:  # failed or stopped before: go on in the same MLflow run
-                self._sent[name].done = False
+            if name in self._sent and self._sent[name].failed:  # tried again: go on in the same MLflow run
+                self._sent[name].done = self._sent[name].failed = False
 
     def finished(self, name: str, artifact: Artifact) -> None:
         """A stage is complete. A release is registered as a model."""
@@ -118,6 +120,8 @@ class Tracker:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 return f"{self._uri} did not answer within {timeout_s:.0f} s"
+            if not self._ended:
+                return "the tracking thread ended early; its error is above"
         return self.error
 
     @property
@@ -139,6 +143,7 @@ class Tracker:
             except _errors() as error:
                 self.error = f"{self._uri}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             if last:
+                self._ended = True
                 return
             self._wake.wait(INTERVAL_S if self.error is None else RETRY_S)
             self._wake.clear()
@@ -174,7 +179,7 @@ class Tracker:
         if failure is not None:
             client.set_tag(sent.run_id, "dspark.failure", failure[:4000])
             client.set_terminated(sent.run_id, "KILLED" if failure == STOPPED else "FAILED")
-            sent.done = True
+            sent.done = sent.failed = True
         elif record is not None:
             self._finish_stage(client, name, stage, record, sent.run_id)
             sent.done = True

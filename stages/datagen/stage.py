@@ -28,7 +28,6 @@ from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.pool import extractor_pool
 from stages.target import Target
 
-FORMAT_VERSION = 1
 WORK = "work"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stages.target import TargetShape
+
 
 @dataclass(frozen=True)
 class DraftConfig:
@@ -27,3 +29,48 @@ class DraftConfig:
     rope_theta: float = 1_000_000.0
     max_positions: int = 40_960
     rms_norm_eps: float = 1e-6
+
+
+def check_draft(config: DraftConfig, shape: TargetShape) -> None:
+    """Raise ValueError, naming the key, when such a draft of such a target could not be trained and served."""
+    ids = config.aux_layer_ids
+    proposed = config.block_size if config.sample_from_anchor else config.block_size - 1
+    checks = (
+        (
+            config.mask_token_id is not None,
+            "draft.mask_token_id: must be set to a token that no text has, found null; a pad or end-of-text token "
+            "would be learnt as mask",
+        ),
+        (
+            config.mask_token_id is None or 0 <= config.mask_token_id < shape.vocab_size,
+            f"draft.mask_token_id={config.mask_token_id}: expected 0 to {shape.vocab_size - 1}, the rows of the "
+            "target's embedding",
+        ),
+        (
+            bool(ids) and list(ids) == sorted(set(ids)) and ids[0] >= 1 and ids[-1] < shape.num_layers,
+            f"draft.aux_layer_ids={list(ids)}: expected ascending layers from 1 to {shape.num_layers - 1}; "
+            f"layer {shape.num_layers}, the final one, is added by itself",
+        ),
+        (config.num_layers >= 1, f"draft.num_layers={config.num_layers}: expected at least 1"),
+        (
+            config.num_speculative_tokens == proposed >= 1,
+            f"draft.num_speculative_tokens={config.num_speculative_tokens}: draft.block_size={config.block_size} with "
+            f"draft.sample_from_anchor={config.sample_from_anchor} proposes {proposed}; set it to {proposed}",
+        ),
+        (
+            config.num_heads % config.num_kv_heads == 0,
+            f"draft.num_heads={config.num_heads}: expected a multiple of draft.num_kv_heads={config.num_kv_heads}",
+        ),
+        (
+            config.markov_rank >= 1,
+            f"draft.markov_rank={config.markov_rank}: vLLM's DSpark always has a Markov head; expected at least 1",
+        ),
+        (
+            config.causal == (config.sliding_window is not None),
+            f"draft.causal={config.causal} with draft.sliding_window={config.sliding_window}: vLLM serves blocks of "
+            "speculators checkpoints causal with a sliding window and bidirectional without; set both or neither",
+        ),
+    )
+    for good, problem in checks:
+        if not good:
+            raise ValueError(problem)

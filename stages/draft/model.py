@@ -23,49 +23,12 @@ from torch import nn
 from transformers import Qwen3Config
 
 from stages.draft.batch import PackedBatch
-from stages.draft.config import DraftConfig
+from stages.draft.config import DraftConfig, check_draft
 from stages.draft.mask import block_mask
 from stages.target import TargetHead, TargetShape, load_head
 
 # Parameters that belong to the target: never trained, never written to a checkpoint.
 FROZEN = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
-
-
-def check_draft(config: DraftConfig, shape: TargetShape) -> None:
-    """Raise ValueError, naming the key, when vLLM could not serve such a draft of such a target."""
-    ids = config.aux_layer_ids
-    proposed = config.block_size if config.sample_from_anchor else config.block_size - 1
-    checks = (
-        (
-            config.mask_token_id is not None and 0 <= config.mask_token_id < shape.vocab_size,
-            f"draft.mask_token_id={config.mask_token_id}: expected an id in [0, {shape.vocab_size}) that no text has",
-        ),
-        (
-            bool(ids) and len(set(ids)) == len(ids) and all(1 <= layer <= shape.num_layers for layer in ids),
-            f"draft.aux_layer_ids={list(ids)}: expected distinct layers in [1, {shape.num_layers}] of the target",
-        ),
-        (
-            config.num_speculative_tokens == proposed,
-            f"draft.num_speculative_tokens={config.num_speculative_tokens}: a block of {config.block_size} with "
-            f"sample_from_anchor={config.sample_from_anchor} proposes {proposed}; set it to {proposed}",
-        ),
-        (
-            config.num_heads % config.num_kv_heads == 0,
-            f"draft.num_heads={config.num_heads}: expected a multiple of draft.num_kv_heads={config.num_kv_heads}",
-        ),
-        (
-            config.markov_rank > 0,
-            f"draft.markov_rank={config.markov_rank}: vLLM's DSpark always has a Markov head; expected at least 1",
-        ),
-        (
-            config.causal == (config.sliding_window is not None),
-            f"draft.causal={config.causal} with draft.sliding_window={config.sliding_window}: vLLM serves blocks of "
-            "speculators checkpoints causal with a sliding window and bidirectional without; set both or neither",
-        ),
-    )
-    for good, problem in checks:
-        if not good:
-            raise ValueError(problem)
 
 
 def speculators_config(

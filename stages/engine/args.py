@@ -10,11 +10,6 @@ from stages.target import Target
 
 def check_engine(config: EngineConfig) -> None:
     """Raise ValueError for engine settings that cannot work, naming the key."""
-    if config.nodes_per_actor != 1:
-        raise ValueError(
-            f"engine.nodes_per_actor={config.nodes_per_actor}: an engine runs on one node; "
-            "use engine.tensor_parallel up to the GPUs of a node"
-        )
     if config.gpus_per_actor not in (0, config.tensor_parallel):
         raise ValueError(
             f"engine.gpus_per_actor={config.gpus_per_actor}: expected 0 (CPU) or "

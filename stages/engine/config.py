@@ -18,7 +18,6 @@ class EngineConfig:
     max_num_seqs: int = resource(64)
     num_actors: int = resource(1)
     tensor_parallel: int = resource(1)
-    nodes_per_actor: int = resource(1)  # more than one: tensor parallelism across nodes
     gpus_per_actor: int = resource(0)
     cpus_per_actor: float = resource(1.0)
     kv_cache_gib: float | None = resource(None)  # None: vLLM's own choice (GPU only)

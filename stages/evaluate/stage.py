@@ -23,7 +23,6 @@ from stages.evaluate.report import acceptance_json, markdown
 from stages.evaluate.serve import Role, ServedFiles, serve_all
 from stages.target import Target
 
-FORMAT_VERSION = 1
 WORK = "served"
 CHUNK_BATCHES = 4  # batches in one call: long answers of a chunk overlap with its next prompts
 

@@ -17,7 +17,7 @@ class TinyTargetConfig:
     intermediate_size: int = 256
     vocab_size: int = 1024
     max_position_embeddings: int = 512
-    steps: int = 1300
+    steps: int = 1200
     batch_rows: int = 8
     lr: float = 3e-3
     warmup_steps: int = 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from pipeline.config import ConfigError, PipelineConfig, Request, conf_path, load
 from pipeline.dag import NAMES, STAGES, plan
 from pipeline.run import select
-from stages.artifacts import Artifact, ArtifactError, Record, Workspace, resource
+from stages.artifacts import Artifact, ArtifactError, Record, Workspace, fingerprint, resource
 
 
 def config(tmp_path: Path, *overrides: str) -> PipelineConfig:
@@ -47,6 +48,7 @@ def test_identity_follows_the_road(tmp_path: Path) -> None:
     assert changed(tmp_path, "datagen.max_new_tokens=64") == after_train | {"datagen"}
     assert changed(tmp_path, "target.tiny.seed=7") == set(NAMES)
     assert changed(tmp_path, "publish.license=mit") == {"publish"}
+    assert changed(tmp_path, "publish.repo_id=me/draft") == {"publish"}  # or a rerun that adds it would not upload
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,6 @@ def test_identity_follows_the_road(tmp_path: Path) -> None:
         "hidden_states.segment_gib=1",
         "ray.num_cpus=2",
         "tracking.uri=http://127.0.0.1:1",
-        "publish.repo_id=me/draft",
     ],
 )
 def test_machines_paths_and_addresses_are_not_identity(override: str, tmp_path: Path) -> None:
@@ -126,4 +127,10 @@ def test_workspace_is_visible_only_when_whole(tmp_path: Path) -> None:
 
 
 def test_resource_fields_are_left_out_of_identity() -> None:
-    assert resource(3).metadata["identity"] is False
+    @dataclass(frozen=True)
+    class Section:
+        lr: float
+        num_actors: int = resource(1)
+
+    assert fingerprint(Section(0.1, num_actors=1)) == fingerprint(Section(0.1, num_actors=8)) == {"lr": 0.1}
+    assert fingerprint(Section(0.2)) != fingerprint(Section(0.1))
