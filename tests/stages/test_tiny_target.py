@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,6 @@ from stages.tiny_target.domains import (
 
 PROMPT_FILE = Path(__file__).parents[2] / "conf" / "prompts" / "tiny.jsonl"
 SHORT = TinyTargetConfig(steps=3, batch_rows=4)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Two threads beside other busy processes spend seconds waiting for each other."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "THREADS", 1)
-        yield
 
 
 @pytest.fixture(scope="module")
