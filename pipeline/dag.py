@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 from pipeline.config import PipelineConfig, flat
 from stages.artifacts import Artifact, ArtifactError, Layout, Record, Workspace, digest, fingerprint
 from stages.datagen.prompts import source_digests
-from stages.target import content
+from stages.target import content, is_current
 
 if TYPE_CHECKING:
     from stages.corpus import Corpus
@@ -150,6 +150,8 @@ def plan(config: PipelineConfig) -> dict[str, Node]:
         final = layout.artifact(stage.name, identity)
         workspace = Workspace(final, identity, stage.version, told, inputs)
         complete, reason = _state(stage, workspace, layout)
+        if complete and stage.name == "target" and not is_current(Artifact.open(final), config.target):
+            complete, reason = False, f"the same target now lies at {config.target.path}"
         nodes[stage.name] = Node(stage, workspace, complete, reason)
     return nodes
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+WHOLE_BYTES = 64 << 20  # files up to this size, other than weights, are hashed whole
+BUILT = "model"  # folder of the tiny target inside its artifact
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class TargetConfig:
     """A local folder, a Hub id, or the tiny target that is built on the spot."""
 
     path: str = resource("")  # folder or Hub id; empty only together with `tiny`
+    # Commit, tag or branch; needed for a Hub id. Part of the identity as it is written: a branch that
+    # moves does not remake anything, so a commit is the safe choice.
     revision: str | None = None
     trust_remote_code: bool = False
     tiny: TinyTargetConfig | None = None
@@ -51,7 +55,7 @@ class Target(Artifact):
     @property
     def model(self) -> str:
         """Folder (absolute) or Hub id."""
-        return str(self.path / "model") if self.record.facts["built"] else str(self.record.facts["model"])
+        return str(self.path / BUILT) if self.record.facts["built"] else str(self.record.facts["model"])
 
     @property
     def revision(self) -> str | None:
@@ -64,8 +68,16 @@ class Target(Artifact):
 
     @cached_property
     def folder(self) -> Path:
-        """The local folder; a Hub id is resolved through the Hub's cache (and downloaded if absent)."""
-        if Path(self.model).is_dir():
+        """The local folder; a Hub id is resolved through the Hub's cache (and downloaded if absent).
+
+        Raises ValueError when a local target is no longer where its record says.
+        """
+        if self.record.facts["built"] or Path(self.model).is_absolute():
+            if not Path(self.model).is_dir():
+                raise ValueError(
+                    f"{self.path}: expected the target in {self.model}, found no such folder; put it back, or name "
+                    "its new place in target.path and run again"
+                )
             return Path(self.model)
         from huggingface_hub import snapshot_download
 
@@ -120,6 +132,11 @@ def known_shape(config: TargetConfig) -> TargetShape:
         raise ValueError(
             f"target.path={config.path}: expected an existing folder or a Hub id (owner/name), found neither"
         )
+    if config.revision is None:
+        raise ValueError(
+            f"target.revision: must be set for a Hub id (target.path={config.path}), found null; "
+            "a branch moves: give a commit or a tag, or name the branch to follow it"
+        )
     if config.shape is None:
         raise ValueError(
             f"target.shape: must be set for a Hub id (target.path={config.path}), so that the draft can be "
@@ -137,16 +154,35 @@ def local_folder(path: str) -> Path | None:
 def content(config: TargetConfig) -> dict[str, Any]:
     """What a target's identity depends on besides its config: the files of a local folder, or the Hub id.
 
-    Small files are hashed whole, weights by size and both ends: reading terabytes to start a run is no
-    option, and no two trainings agree in the ends of a file.
+    Every file directly in the folder counts, since code, merges and templates change what a target says;
+    hidden ones and subfolders do not. Small files are hashed whole, weights by size and both ends: reading
+    terabytes to start a run is no option, and no two trainings agree in the ends of a file.
     """
     if config.tiny is not None:
         return {}
     folder = local_folder(config.path)
     if folder is None:
         return {"hub": config.path}
-    files = sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".model", ".safetensors"))
-    return {p.name: _ends_digest(p) if p.suffix == ".safetensors" else file_digest(p) for p in files}
+    files = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
+    return {p.name: _ends_digest(p) if _is_large(p) else file_digest(p) for p in files}
+
+
+def is_current(artifact: Artifact, config: TargetConfig) -> bool:
+    """Whether the record of a target names the place that `config` does.
+
+    Identity is the content of a folder, so a target that was moved keeps it, and its record names a
+    folder that is gone: the record has to be made again, which is cheap.
+    """
+    return artifact.record.facts.get("model") == _place(config)
+
+
+def _place(config: TargetConfig) -> str:
+    """What the record says of the target's place: BUILT, an absolute folder or a Hub id."""
+    return BUILT if config.tiny is not None else str(local_folder(config.path) or config.path)
+
+
+def _is_large(path: Path) -> bool:
+    return path.suffix in (".safetensors", ".bin") or path.stat().st_size > WHOLE_BYTES
 
 
 def _ends_digest(path: Path, end_bytes: int = 1 << 20) -> str:
@@ -172,13 +208,11 @@ def prepare(config: TargetConfig, *, out: Workspace) -> Target:
             out.events.progress("target", done, total, "step", "  ".join(f"{k} {v:.3f}" for k, v in values.items()))
 
         out.events.rewind(-1)
-        metrics = build(config.tiny, out.path / "model", tell)
-        shape = read_folder(out.path / "model")
-        facts |= {"built": True, "model": "model"}
+        metrics = build(config.tiny, out.path / BUILT, tell)
+        shape = read_folder(out.path / BUILT)
     else:
         metrics, shape = {}, known_shape(config)
-        folder = local_folder(config.path)
-        facts |= {"built": False, "model": str(folder) if folder else config.path}
+    facts |= {"built": config.tiny is not None, "model": _place(config)}
     return out.commit(Target, counts={}, metrics=metrics, facts={**facts, "shape": vars(shape)})
 
 

@@ -117,15 +117,17 @@ def load(path: Path) -> Records:
     """Read what `save` wrote. Raises ValueError when rows differ in their number of positions."""
     table = pq.read_table(path)
     rows = table.column("logits").to_pylist()
+    provenance = json.loads(table.schema.metadata[PROVENANCE])
+    num_positions = len(rows[0]) if rows else provenance["num_positions"]
     if len({len(row) for row in rows}) > 1:
         raise ValueError(f"{path}: expected one logit per position in every row, found rows of different length")
     return Records(
         np.array(table.column("prompt").to_pylist(), dtype=object),
         table.column("anchor").to_numpy(),
-        np.array(rows, dtype=np.float32).reshape(len(rows), -1),
+        np.array(rows, dtype=np.float32).reshape(len(rows), num_positions),
         table.column("accepted").to_numpy(),
         table.column("verified").to_numpy(),
-        json.loads(table.schema.metadata[PROVENANCE]),
+        provenance,
     )
 
 
@@ -135,7 +137,7 @@ def check_records(records: Records, num_positions: int, min_records: int) -> Non
         raise ValueError(
             "calibration records: expected those of an uncalibrated head, found a calibrated or unknown one"
         )
-    if len(records) < min_records:
+    if len(records) < max(1, min_records):
         raise ValueError(
             f"calibration records: expected at least calibrate.min_records={min_records} blocks, found {len(records)}; "
             "raise datagen.calibration_share or calibrate.max_anchors_per_sequence"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,8 +18,8 @@ from stages.calibrate.config import CalibrateConfig
 from stages.calibrate.plots import plot_reliability
 from stages.calibrate.records import Records, check_records, collect, load, require_greedy, save
 from stages.calibrate.scaling import AffineFit, PositionMeasure, TemperatureFit, fit_affine, fit_temperatures, measure
-from stages.corpus import Corpus
-from stages.draft.artifact import Calibration, Draft
+from stages.corpus import Corpus, TokenSequence
+from stages.draft.artifact import TEMPERATURES, Calibration, Draft
 from stages.draft.checkpoint import CALIBRATION_KEY, CONFIG, head_digest, load_draft, scale_confidence
 from stages.draft.config import DraftConfig
 from stages.draft.model import num_predictions
@@ -28,7 +29,6 @@ from stages.hidden_states.pool import extractor_pool, open_reader
 from stages.hidden_states.wire import HiddenStatesReader
 from stages.target import Target
 
-FORMAT_VERSION = 1
 RECORDS = "records.parquet"
 WORK = "engines"
 
@@ -98,11 +98,20 @@ def record(
 
 
 def fit(config: CalibrateConfig, corpus: Corpus, draft_artifact: Draft, out: Workspace) -> Calibration:
-    """From the records in the workspace to the calibrated checkpoint and its files."""
+    """From the records in the workspace to the calibrated checkpoint and its files.
+
+    Records that cannot be fitted are removed before the ValueError, so that the next try makes new ones:
+    sequences may have been set aside for a reason that has passed.
+    """
     records = load(out.path / RECORDS)
-    is_fit_N = np.array([in_fit_part(id_, config) for id_ in records.prompt_N], dtype=bool)
+    openings = {sequence.id: opening(sequence) for sequence in corpus.sequences("calibration")}
+    is_fit_N = np.array([in_fit_part(openings[id_], config) for id_ in records.prompt_N], dtype=bool)
     fit_part, test_part = records.take(is_fit_N), records.take(~is_fit_N)
-    check_records(fit_part, int(records.provenance["num_positions"]), config.min_records)
+    try:
+        check_records(fit_part, int(records.provenance["num_positions"]), config.min_records)
+    except ValueError:
+        remove(out.path / RECORDS)
+        raise
 
     affine = fit_affine(fit_part.logits_NB, fit_part.accepted_N)
     scale_confidence(draft_artifact.checkpoint, out.path / "checkpoint", affine.scale, affine.shift)
@@ -123,7 +132,7 @@ def fit(config: CalibrateConfig, corpus: Corpus, draft_artifact: Draft, out: Wor
 
     head = head_digest(out.path / "checkpoint")
     served = _engine_file(temperatures, measures, corpus, len(fit_part), head)
-    write_json(out.path / "confidence_calibration.json", served)
+    write_json(out.path / TEMPERATURES, served)
     write_json(out.path / "calibration.json", _numbers(affine, temperatures, measures, fit_part, test_part, head))
     if len(test_part):
         plot_reliability(variants, test_part.accepted_N, config.bins, out.path / "reliability.png")
@@ -144,9 +153,19 @@ def fit(config: CalibrateConfig, corpus: Corpus, draft_artifact: Draft, out: Wor
     )
 
 
-def in_fit_part(prompt_id: str, config: CalibrateConfig) -> bool:
-    """Whether a prompt's blocks fit or measure: a pure function of its id and the seed."""
-    hashed = hashlib.sha256(f"{config.seed}:{prompt_id}".encode()).digest()
+def opening(sequence: TokenSequence) -> str:
+    """The first user message without differences of case, white space and Unicode composition.
+
+    Conversations that share it are variants of one prompt, and datagen keeps them in one split.
+    """
+    messages = json.loads(sequence.messages)
+    text = next(message["content"] for message in messages if message["role"] == "user")
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def in_fit_part(opening: str, config: CalibrateConfig) -> bool:
+    """Whether the blocks of prompts with this opening fit or measure: a pure function of it and the seed."""
+    hashed = hashlib.sha256(f"{config.seed}:{opening}".encode()).digest()
     return int.from_bytes(hashed[:8], "big") / 2**64 < config.fit_share
 
 

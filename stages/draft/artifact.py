@@ -7,6 +7,9 @@ from pathlib import Path
 
 from stages.artifacts import Artifact
 
+TEMPERATURES = "confidence_calibration.json"
+RELEASE = "release"
+
 
 @dataclass(frozen=True)
 class Draft(Artifact):
@@ -30,7 +33,7 @@ class Calibration(Artifact):
     @property
     def temperatures(self) -> Path:
         """JSON of per-position temperatures, fitted after the fold."""
-        return self.path / "confidence_calibration.json"
+        return self.path / TEMPERATURES
 
 
 @dataclass(frozen=True)
@@ -44,4 +47,4 @@ class Release(Artifact):
 
     @property
     def folder(self) -> Path:
-        return self.path / "release"
+        return self.path / RELEASE

@@ -1,8 +1,9 @@
 """A draft on disk, in the speculators format that vLLM (method=dspark) and speculators load.
 
 `config.json` names the target as `speculators_config.verifier.name_or_path`: the Hub id, or the
-absolute folder the draft was trained against. vLLM ignores it when the draft is given next to its
-target; our loader ignores it always and takes the target's folder as an argument, so files may move.
+absolute folder the draft was trained against (a release gets a name instead, see `name_target`). vLLM
+ignores it when the draft is given next to its target; our loader ignores it always and takes the
+target's folder as an argument, so files may move.
 `model.safetensors` holds what was trained: embedding, LM head and final norm are the target's own.
 Weights are bf16; the confidence head stays fp32, as vLLM computes it, so that a folded map is exact.
 """
@@ -115,6 +116,13 @@ def scale_confidence(folder: Path, out: Path, scale: float, shift: float) -> Non
     config[CALIBRATION_KEY] = {"scale": scale, "shift": shift, "head_digest": _digest(head, folder)}
     _write(out, config, tensors)
     check_checkpoint(out)
+
+
+def name_target(folder: Path, name: str) -> None:
+    """Let `config.json` call the target `name`. Weights, and so every digest of them, stay as they are."""
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config["speculators_config"]["verifier"]["name_or_path"] = name
+    write_json(folder / CONFIG, config)
 
 
 def _stored(name: str, tensor: torch.Tensor) -> torch.Tensor:

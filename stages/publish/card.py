@@ -53,6 +53,11 @@ def hub_id(target: Target) -> str | None:
     return None if target.record.facts["built"] or Path(target.model).is_absolute() else target.model
 
 
+def public_name(target: Target) -> str:
+    """What a release calls the target: its Hub id, else a name without the folders of this machine."""
+    return hub_id(target) or ("tiny-target" if target.record.facts["built"] else Path(target.model).name)
+
+
 def _body(
     config: PublishConfig,
     target: Target,

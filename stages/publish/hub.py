@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,8 +15,9 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from stages.publish.config import PublishConfig
 
 TOKEN = "HF_TOKEN"
-STALE = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.png", "*.json", "SHA256SUMS")
-"""Remote files of an earlier release that must not survive this one, unless it has them too."""
+SUMS = "SHA256SUMS"
+SHARDS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+"""Weights of another checkpoint, which a server would load beside or instead of ours."""
 
 
 def check(config: PublishConfig) -> None:
@@ -45,21 +47,17 @@ def upload(folder: Path, names: Sequence[str], config: PublishConfig, endpoint: 
     """Put exactly `names` of `folder` into the repository in one commit and return the commit's hash.
 
     Users see the earlier release until that commit, and all of the new one after it (`upload_folder`
-    may split into several commits, so it is not used). Raises RuntimeError when the Hub then lacks a
-    file; the Hub's own errors pass through.
+    may split into several commits, so it is not used). The same commit deletes what an earlier release
+    left (see `_stale`); everything else in the repository is its owner's and stays. Raises RuntimeError
+    when the Hub then lacks a file; the Hub's own errors pass through.
     """
     assert config.repo_id is not None
     api = HfApi(endpoint=endpoint, token=os.environ[TOKEN])
     api.create_repo(config.repo_id, private=config.private, exist_ok=True)
-    stale = [
-        name
-        for name in api.list_repo_files(config.repo_id)
-        if name not in names and any(fnmatch(name, pattern) for pattern in STALE)
-    ]
     commit = api.create_commit(
         config.repo_id,
         operations=[
-            *(CommitOperationDelete(path_in_repo=name) for name in stale),
+            *(CommitOperationDelete(path_in_repo=name) for name in _stale(api, config.repo_id, names)),
             *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in names),
         ],
         commit_message="Release draft",
@@ -68,3 +66,23 @@ def upload(folder: Path, names: Sequence[str], config: PublishConfig, endpoint: 
     if missing:
         raise RuntimeError(f"{config.repo_id}: commit {commit.oid} lacks {sorted(missing)}; publish again")
     return str(commit.oid)
+
+
+def _stale(api: HfApi, repo_id: str, names: Sequence[str]) -> list[str]:
+    """Remote files that must not survive a release of `names`: other weights, and files of the release before it.
+
+    That release is told by its SHA256SUMS. Files in folders were never part of one.
+    """
+    remote = api.list_repo_files(repo_id)
+    earlier: set[str] = set()
+    if SUMS in remote:
+        with tempfile.TemporaryDirectory() as folder:
+            sums = Path(api.hf_hub_download(repo_id, SUMS, local_dir=folder)).read_text(encoding="utf-8")
+        earlier = {name.strip() for line in sums.splitlines() for name in line.split(maxsplit=1)[1:]}
+    return [
+        name
+        for name in remote
+        if name not in names
+        and "/" not in name
+        and (name in earlier or any(fnmatch(name, pattern) for pattern in SHARDS))
+    ]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from stages.artifacts import file_digest, write_whole
-from stages.draft.artifact import Calibration, Report
+from stages.draft.artifact import TEMPERATURES, Calibration, Report
 from stages.draft.checkpoint import CONFIG, WEIGHTS, check_checkpoint
+from stages.publish.hub import SUMS, TOKEN
 
 CHECKPOINT_FILES = (CONFIG, WEIGHTS)
-CALIBRATION_FILES = ("confidence_calibration.json", "calibration.json", "reliability.png")
+CALIBRATION_FILES = (TEMPERATURES, "calibration.json", "reliability.png")
 REPORT_FILES = ("report.json", "report.md", "acceptance.png", "positions.png")
 WRITTEN_FILES = ("README.md", "speculative_config.json", "provenance.json")
-SUMS = "SHA256SUMS"
 ALLOWED = frozenset((*CHECKPOINT_FILES, *CALIBRATION_FILES, *REPORT_FILES, *WRITTEN_FILES, SUMS))
 TEXT_SUFFIXES = (".json", ".md", "")
+SECRETS = (TOKEN, "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 
 
 def copy_inputs(calibration: Calibration, report: Report, folder: Path) -> None:
@@ -36,11 +39,28 @@ def copy_inputs(calibration: Calibration, report: Report, folder: Path) -> None:
         shutil.copyfile(source, folder / source.name)
 
 
-def check_release(folder: Path, evaluated_sha256: Mapping[str, str], secrets: Iterable[str]) -> None:
+def replace_folders(folder: Path, places: Iterable[str], name: str) -> None:
+    """Write `name` for every absolute folder of `places` in the text files of a release.
+
+    A release is read elsewhere: where the target lay on this machine says nothing there.
+    """
+    absolute = sorted((place for place in set(places) if Path(place).is_absolute()), key=len, reverse=True)
+    for path in (path for path in sorted(folder.iterdir()) if path.suffix in TEXT_SUFFIXES):
+        before = after = path.read_text(encoding="utf-8")
+        written = _in_json if path.suffix == ".json" else str
+        for place in absolute:
+            # Whole paths only: /data is not to be found in https://x/data, in /data2 or in /data.old.
+            pattern = rf"(?<![\w./-]){re.escape(written(place))}(?![\w-]|\.\w)"
+            after = re.sub(pattern, written(name).replace("\\", r"\\"), after)
+        if after != before:
+            write_whole(path, after)
+
+
+def check_release(folder: Path, evaluated_sha256: Mapping[str, str], secrets: Mapping[str, str]) -> None:
     """Raise ValueError unless the folder may be published.
 
     The weights are bit for bit those that were evaluated; every tensor fits `config.json`; only allowed
-    files are there; no text file holds one of the `secrets`.
+    files are there; no text file holds one of the `secrets` (value by variable).
     """
     found = {path.name: file_digest(path) for path in sorted(folder.glob("*.safetensors"))}
     if found != dict(evaluated_sha256):
@@ -52,13 +72,23 @@ def check_release(folder: Path, evaluated_sha256: Mapping[str, str], secrets: It
     if not names <= ALLOWED or not {*CHECKPOINT_FILES, *REPORT_FILES, *WRITTEN_FILES} <= names:
         raise ValueError(f"{folder}: expected files among {sorted(ALLOWED)}, found {sorted(names)}")
     for path in sorted(folder.iterdir()):
-        if path.suffix in TEXT_SUFFIXES and any(secret.encode() in path.read_bytes() for secret in secrets):
-            raise ValueError(f"{path}: holds the value of a secret from the environment; it must not be published")
+        text = path.read_text(encoding="utf-8") if path.suffix in TEXT_SUFFIXES else ""
+        held = [variable for variable, value in secrets.items() if value in text or _in_json(value) in text]
+        if held:
+            raise ValueError(
+                f"{path}: holds the value of a secret from the environment ({', '.join(held)}); "
+                "it must not be published"
+            )
 
 
-def secret_values(names: Iterable[str]) -> list[str]:
-    """Values of those environment variables that are set."""
-    return [value for name in names if (value := os.environ.get(name))]
+def secret_values() -> dict[str, str]:
+    """Those variables of SECRETS that are set, with their values."""
+    return {variable: value for variable in SECRETS if (value := os.environ.get(variable, "").strip())}
+
+
+def _in_json(text: str) -> str:
+    """`text` as it stands inside a JSON string."""
+    return json.dumps(text)[1:-1]
 
 
 def write_sums(folder: Path) -> list[str]:

@@ -7,15 +7,15 @@ from typing import Any
 
 from stages.artifacts import Artifact, Workspace, remove, write_json, write_whole
 from stages.corpus import Corpus
-from stages.draft.artifact import Calibration, Draft, Release, Report
+from stages.draft.artifact import RELEASE, Calibration, Draft, Release, Report
+from stages.draft.checkpoint import name_target
 from stages.draft.config import DraftConfig
-from stages.publish.card import model_card
+from stages.publish.card import model_card, public_name
 from stages.publish.config import PublishConfig
-from stages.publish.hub import TOKEN, check, upload
-from stages.publish.release import check_release, copy_inputs, secret_values, write_sums
+from stages.publish.hub import check, upload
+from stages.publish.release import check_release, copy_inputs, replace_folders, secret_values, write_sums
 from stages.target import Target
 
-FORMAT_VERSION = 1
 STEPS = 3
 
 
@@ -37,11 +37,12 @@ def run(
     ValueError when the folder must not go out (see `check_release`) or the Hub could not take it.
     """
     check(config)
-    folder = out.path / "release"
+    folder = out.path / RELEASE
     remove(folder)
     folder.mkdir(parents=True)
     out.events.progress("assembling", 0, STEPS, "steps")
     copy_inputs(calibration, report, folder)
+    name_target(folder, public_name(target))
     serving = {
         "model": config.repo_id or ".",
         "method": "dspark",
@@ -55,9 +56,12 @@ def run(
     numbers = json.loads((report.path / "report.json").read_text(encoding="utf-8"))
     report_text = (report.path / "report.md").read_text(encoding="utf-8")
     write_whole(folder / "README.md", model_card(config, target, corpus, calibration, numbers, report_text, serving))
+    # A target may have moved between stages, so each tells where it found it.
+    places = {target.model, corpus.record.facts["target"]["model"], draft_artifact.record.facts["verifier"]}
+    replace_folders(folder, places | {numbers["target"]["model"]}, public_name(target))
 
     out.events.progress("checking", 1, STEPS, "steps")
-    check_release(folder, report.record.facts["draft"]["weights_sha256"], secret_values([TOKEN]))
+    check_release(folder, report.record.facts["draft"]["weights_sha256"], secret_values())
     names = write_sums(folder)
     facts: dict[str, Any] = {"files": names, "repo_id": config.repo_id, "commit": None}
     if config.repo_id is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pipeline.config import ConfigError, PipelineConfig, Request, conf_path, loa
 from pipeline.dag import NAMES, STAGES, plan
 from pipeline.run import select
 from stages.artifacts import Artifact, ArtifactError, Record, Workspace, fingerprint, resource
+from stages.target import Target
 
 
 def config(tmp_path: Path, *overrides: str) -> PipelineConfig:
@@ -32,7 +34,7 @@ def complete(settings: PipelineConfig, *names: str) -> None:
         node = plan(settings)[name]
         node.workspace.path.mkdir(parents=True)
         kind = type(node.stage.kind, (Artifact,), {})
-        node.workspace.commit(kind, counts={}, metrics={}, facts={})
+        node.workspace.commit(kind, counts={}, metrics={}, facts={"built": True, "model": "model"})
 
 
 def test_table_is_in_data_order() -> None:
@@ -134,3 +136,21 @@ def test_resource_fields_are_left_out_of_identity() -> None:
 
     assert fingerprint(Section(0.1, num_actors=1)) == fingerprint(Section(0.1, num_actors=8)) == {"lr": 0.1}
     assert fingerprint(Section(0.2)) != fingerprint(Section(0.1))
+
+
+def test_moved_target_folder_is_described_anew(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 4, "hidden_size": 8, "vocab_size": 1024, "max_position_embeddings": 512}
+    folder = tmp_path / "here"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_text(json.dumps(shape))
+    there = tmp_path / "there"
+    before, after = (config(tmp_path / "out", "target.tiny=null", f"target.path={path}") for path in (folder, there))
+    space = plan(before)["target"].workspace
+    space.path.mkdir(parents=True)
+    space.commit(Target, counts={}, metrics={}, facts={"built": False, "model": str(folder)})
+    assert plan(before)["target"].complete
+    folder.rename(there)
+    moved = plan(after)["target"]
+    assert moved.workspace.identity == space.identity
+    assert moved.reason == f"the same target now lies at {there}"

@@ -14,13 +14,14 @@ from pipeline import dag, run
 from pipeline.config import PipelineConfig
 from stages.artifacts import Artifact, Workspace
 from stages.corpus import Corpus
-from stages.target import Target
+from stages.target import Target, TargetConfig
+from stages.tiny_target.config import TinyTargetConfig
 
 SLEEPER = "import time; time.sleep(86399)"
 
 
 def first(config: PipelineConfig, inputs: dag.Inputs, out: Workspace) -> Artifact:
-    return out.commit(Target, counts={"made": 1}, metrics={"x_s": 1.0}, facts={})
+    return out.commit(Target, counts={"made": 1}, metrics={"x_s": 1.0}, facts={"built": True, "model": "model"})
 
 
 def second(config: PipelineConfig, inputs: dag.Inputs, out: Workspace) -> Artifact:
@@ -48,6 +49,6 @@ STAGES = (
 if __name__ == "__main__":
     out, behaviour = sys.argv[1:]
     dag.STAGES = STAGES
-    config = PipelineConfig(behaviour, out=out)
+    config = PipelineConfig(behaviour, out=out, target=TargetConfig(tiny=TinyTargetConfig()))
     Path(out).mkdir(parents=True, exist_ok=True)
     sys.exit(run.drive(config, "toy", dag.plan(config), ("target", "datagen")))

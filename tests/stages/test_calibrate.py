@@ -164,11 +164,29 @@ def test_records_survive_the_disk(tmp_path: Path) -> None:
 
 
 def test_fit_and_test_share_no_prompt_and_the_seed_decides() -> None:
-    ids = [f"prompt-{i}" for i in range(400)]
-    fit = [stage.in_fit_part(id_, CONFIG) for id_ in ids]
+    openings = [f"prompt {i}" for i in range(400)]
+    fit = [stage.in_fit_part(opening, CONFIG) for opening in openings]
     assert 160 < sum(fit) < 240
-    assert fit == [stage.in_fit_part(id_, CONFIG) for id_ in ids]
-    assert fit != [stage.in_fit_part(id_, replace(CONFIG, seed=1)) for id_ in ids]
+    assert fit == [stage.in_fit_part(opening, CONFIG) for opening in openings]
+    assert fit != [stage.in_fit_part(opening, replace(CONFIG, seed=1)) for opening in openings]
+
+
+def test_variants_of_a_prompt_have_one_opening() -> None:
+    told = [
+        said(blank("a"), ("user", "What is\n  ＸＮＯＲ?"), ("assistant", "A gate.")),
+        said(blank("b"), ("system", "Be brief."), ("user", "what IS xnor? ")),
+        said(blank("c"), ("user", "What is XNOR?"), ("assistant", "A gate."), ("user", "More.")),
+    ]
+    assert {stage.opening(sequence) for sequence in told} == {"what is xnor?"}
+    assert stage.opening(said(blank("d"), ("user", "What is NOR?"))) == "what is nor?"
+
+
+def blank(id_: str) -> TokenSequence:
+    return TokenSequence(id_, "test", np.zeros(1, np.int32), np.ones(1, bool))
+
+
+def said(sequence: TokenSequence, *messages: tuple[str, str]) -> TokenSequence:
+    return replace(sequence, messages=json.dumps([{"role": role, "content": text} for role, text in messages]))
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +196,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Corpus, Dra
     folder = write_servable_target(root / "model")
     target = artifact(Target, root / "target", target_facts(folder))
     sequences = [*greedy_sequences(folder, 12, 24), replace(greedy_sequences(folder, 1, 8)[0], id="short")]
+    # s0 and s1, s2 and s3, … are variants of one prompt
+    sequences = [said(sequence, ("user", f"Prompt {i // 2}?")) for i, sequence in enumerate(sequences)]
     corpus = artifact(Corpus, root / "corpus", {"temperature": 0.0})
     write_shard(corpus.path / "calibration-00000.parquet", sequences)
     draft = artifact(Draft, root / "draft", {})
@@ -243,6 +263,9 @@ def test_stage_without_engines(world: tuple[Target, Corpus, Draft, list[TokenSeq
         outcomes = (rng.random(made.logits_NB.shape) < expit(0.5 * made.logits_NB + 1)).cumprod(axis=1).sum(axis=1)
         save(replace(made, accepted_N=outcomes), out.path / stage.RECORDS)
         calibration = stage.fit(config, corpus, draft, out)
+    parts = {id_: stage.in_fit_part(f"prompt {i // 2}?", config) for i, id_ in enumerate(s.id for s in sequences)}
+    is_fit = [parts[id_] for id_ in made.prompt_N]
+    assert 0 < calibration.record.counts["blocks_fit"] == sum(is_fit) < len(is_fit)
     assert calibration == Calibration.load(tmp_path / "calibration")
     numbers = json.loads((calibration.path / "calibration.json").read_text())
     scale, shift = numbers["affine"]["scale"], numbers["affine"]["shift"]
@@ -271,6 +294,20 @@ def test_stage_without_engines(world: tuple[Target, Corpus, Draft, list[TokenSeq
         pytest.raises(ValueError, match=r"uncalibrated draft.*start from"),
     ):
         run(world, again, out)
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_too_few_records_are_refused_and_not_kept(
+    kept: int, world: tuple[Target, Corpus, Draft, list[TokenSequence]], tmp_path: Path
+) -> None:
+    """A next try records again: what was set aside may be there then."""
+    target, corpus, draft, sequences = world
+    away = frozenset(sequence.id for sequence in sequences[kept:])
+    with Workspace(tmp_path / "few", "c").locked() as out:
+        stage.record(CONFIG, target, corpus, draft, FakeReader(target.folder, set_aside=away), out)
+        with pytest.raises(ValueError, match=r"at least calibrate\.min_records=40 blocks, found"):
+            stage.fit(CONFIG, corpus, draft, out)
+        assert not (out.path / stage.RECORDS).exists()
 
 
 def run(world: tuple[Target, Corpus, Draft, list[TokenSequence]], draft: Draft, out: Workspace) -> Calibration:

@@ -14,14 +14,20 @@ from speculators import SpeculatorModel
 from speculators.models.dspark import DSparkDraftModel
 
 from stages.draft.anchors import label_mask, sample_anchors
-from stages.draft.checkpoint import check_checkpoint, export_draft, head_digest, load_draft, scale_confidence
-from stages.draft.config import DraftConfig
+from stages.draft.checkpoint import (
+    check_checkpoint,
+    export_draft,
+    head_digest,
+    load_draft,
+    name_target,
+    scale_confidence,
+)
+from stages.draft.config import DraftConfig, check_draft
 from stages.draft.mask import block_mask
 from stages.draft.model import (
     block_forward,
     block_positions,
     build_draft,
-    check_draft,
     construct,
     num_predictions,
     speculators_config,
@@ -254,6 +260,19 @@ def test_confidence_map_is_folded_once(target: Path, tmp_path: Path) -> None:
     assert head_digest(tmp_path / "scaled") != head_digest(tmp_path / "draft")
     with pytest.raises(ValueError, match="calibrated already"):
         scale_confidence(tmp_path / "scaled", tmp_path / "twice", 0.5, 0.0)
+
+
+def test_naming_the_target_changes_nothing_else(target: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "draft"
+    export_draft(make(DRAFT, target), folder)
+    before, weights = json.loads((folder / "config.json").read_text()), (folder / "model.safetensors").read_bytes()
+    name_target(folder, "a-name")
+    after = json.loads((folder / "config.json").read_text())
+    assert after["speculators_config"]["verifier"].pop("name_or_path") == "a-name"
+    assert before["speculators_config"]["verifier"].pop("name_or_path") == "org/target"
+    assert after == before
+    assert (folder / "model.safetensors").read_bytes() == weights
+    load_draft(folder, target)
 
 
 def test_calibration_and_digest_need_a_confidence_head(target: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import subprocess
 import threading
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from stages.artifacts import Workspace, write_json, write_whole
 from stages.corpus import Corpus
 from stages.draft.artifact import Calibration, Draft, Release, Report
-from stages.draft.checkpoint import export_draft, head_digest, scale_confidence
+from stages.draft.checkpoint import check_checkpoint, export_draft, head_digest, scale_confidence
 from stages.draft.model import build_draft
 from stages.evaluate.acceptance import by_domain, macro, pooled
 from stages.evaluate.report import acceptance_json, markdown
@@ -64,7 +65,7 @@ def made(tmp_path: Path) -> tuple[Target, Corpus, Draft, Calibration, Report]:
     """What a run hands to publish: a target on the Hub, a calibrated random draft and its report."""
     folder = write_target(tmp_path / "model")
     facts = {"built": False, "model": "org/target", "revision": "abc", "trust_remote_code": False}
-    draft = artifact(Draft, tmp_path / "draft", {})
+    draft = artifact(Draft, tmp_path / "draft", {"verifier": "org/target"})
     export_draft(build_draft(DRAFT, SHAPE, folder, verifier="org/target", seed=0), draft.checkpoint)
     calibration = artifact(Calibration, tmp_path / "calibration", {"calibrated": True, "scale": 0.5, "shift": -1.0})
     scale_confidence(draft.checkpoint, calibration.checkpoint, 0.5, -1.0)
@@ -73,7 +74,7 @@ def made(tmp_path: Path) -> tuple[Target, Corpus, Draft, Calibration, Report]:
         write_json(calibration.path / name, {"temperatures": [1.0] * 4})
     return (
         artifact(Target, tmp_path / "target", facts),
-        artifact(Corpus, tmp_path / "corpus", {"temperature": 0.0}),
+        artifact(Corpus, tmp_path / "corpus", {"temperature": 0.0, "target": {"model": "org/target"}}),
         draft,
         calibration,
         write_report(tmp_path / "report", calibration.checkpoint),
@@ -108,6 +109,9 @@ def test_release_holds_what_users_need(made: tuple, tmp_path: Path) -> None:
     assert "| math | 1 | 10 | 2.90 |" in card.text  # 10 rounds, 19 accepted
     assert "0.5 z + -1" in card.text
     provenance = json.loads((folder / "provenance.json").read_text())
+    assert json.loads((folder / "config.json").read_text()) == json.loads(
+        (made[3].checkpoint / "config.json").read_text()
+    )
     assert provenance["mlflow_run_id"] == "run7"
     assert provenance["artifacts"]["Corpus"]["identity"] == "corpus"
 
@@ -131,6 +135,40 @@ def test_local_target_is_not_named_as_base_model(made: tuple, tmp_path: Path) ->
     assert card.data.model_name == "tiny-speculator.dspark"
 
 
+@pytest.mark.parametrize(("built", "name"), [(True, "tiny-target"), (False, "My Modèl")])
+def test_release_does_not_tell_where_the_target_lay(built: bool, name: str, made: tuple, tmp_path: Path) -> None:
+    """The target moved between the stages, and each of them wrote down where it was."""
+    target, corpus, draft, calibration, report = made
+    places = [str(tmp_path / place / "My Modèl") for place in ("now", "corpus", "draft", "report")]
+    target.record.facts.update(built=built, model="model" if built else places[0])
+    places[0] = target.model
+    corpus.record.facts["target"]["model"] = places[1]
+    draft.record.facts["verifier"] = places[2]
+    config = json.loads((calibration.checkpoint / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = places[2]
+    write_json(calibration.checkpoint / "config.json", config)
+    facts = json.loads((report.path / "report.json").read_text())
+    facts["target"]["model"] = facts["sampling"]["written_by"] = places[3]
+    facts["like_it"] = [places[3] + "2", "https://host" + places[3]]
+    write_json(report.path / "report.json", facts)
+    write_whole(report.path / "report.md", markdown(facts))
+
+    folder = publish(made, tmp_path / "release").folder
+    released = json.loads((folder / "report.json").read_text())
+    assert released == facts | {
+        "target": {"model": name, "identity": "t"},
+        "sampling": {"temperature": 0.0, "written_by": name},
+    }
+    assert f"| target | {name} (`t`) |" in (folder / "report.md").read_text()
+    for path in (folder / n for n in ("config.json", "provenance.json", "report.md", "README.md")):
+        text = path.read_text()
+        assert not [place for place in places if place in text or json.dumps(place)[1:-1] in text]
+    assert json.loads((folder / "config.json").read_text())["speculators_config"]["verifier"]["name_or_path"] == name
+    check_checkpoint(folder)
+    assert weights_digests(folder) == weights_digests(calibration.checkpoint)
+    assert subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=folder, check=False).returncode == 0
+
+
 def test_weights_that_were_not_evaluated_are_refused(made: tuple, tmp_path: Path) -> None:
     weights = made[3].checkpoint / "model.safetensors"
     tensors = load_file(weights)
@@ -151,10 +189,16 @@ def test_tensor_that_does_not_fit_the_config_is_refused(made: tuple, tmp_path: P
         publish(made, tmp_path / "release")
 
 
-def test_stray_file_and_secret_are_refused(made: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
-    with pytest.raises(ValueError, match=r"provenance\.json: holds the value of a secret"):
-        publish(made, tmp_path / "release", environment={"seen": "x hf_secret_value y"})
+@pytest.mark.parametrize("variable", ["HF_TOKEN", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"])
+def test_secret_is_refused(variable: str, made: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv(variable, 'sécret"value')
+    with pytest.raises(ValueError, match=rf"provenance\.json: holds the value of a secret .*\({variable}\)"):
+        publish(made, tmp_path / "release", environment={"seen": 'x sécret"value y'})
+
+
+def test_stray_file_is_refused(made: tuple, tmp_path: Path) -> None:
     (made[3].checkpoint / "config.py").write_text("print()")
     with pytest.raises(ValueError, match=r"found also \['config\.py'\]"):
         publish(made, tmp_path / "release")
@@ -204,9 +248,14 @@ class FakeHub(BaseHTTPRequestHandler):
     commits: list[list[dict]]
     lose: str | None
 
+    def do_HEAD(self) -> None:
+        self._file(self.files[urlparse(self.path).path.rpartition("/")[2]])
+
     def do_GET(self) -> None:
         names = [name for name in sorted(self.files) if name != self.lose or not self.commits]
-        if "/tree/" in urlparse(self.path).path:
+        if "/resolve/" in self.path:
+            self.wfile.write(self._file(self.files[urlparse(self.path).path.rpartition("/")[2]]))
+        elif "/tree/" in urlparse(self.path).path:
             self._answer([{"type": "file", "path": name, "size": 1, "oid": "0" * 40} for name in names])
         else:
             self._answer({"id": REPO, "sha": "f" * 40, "siblings": [{"rfilename": name} for name in names]})
@@ -234,6 +283,14 @@ class FakeHub(BaseHTTPRequestHandler):
                 {"commitUrl": f"http://{self.headers['Host']}/{REPO}/commit/{'f' * 40}", "commitOid": "f" * 40}
             )
 
+    def _file(self, content: bytes) -> bytes:
+        self.send_response(200)
+        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": "f" * 40}
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        return content
+
     def _answer(self, value: object) -> None:
         content = json.dumps(value).encode()
         self.send_response(200)
@@ -260,17 +317,25 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[FakeHub]]]:
     server.server_close()
 
 
+OWNERS_FILES = (".gitattributes", "notes.txt", "banner.png", "assets/logo.png", "eval/results.json", "eval/model.bin")
+
+
+@pytest.mark.parametrize("sums", [None, "0  config.json\n0  reliability.png\n0  eval/results.json\n\n"])
 def test_upload_is_one_commit_that_replaces_the_old_release(
-    made: tuple, tmp_path: Path, hub: tuple[str, type[FakeHub]]
+    sums: str | None, made: tuple, tmp_path: Path, hub: tuple[str, type[FakeHub]]
 ) -> None:
     endpoint, state = hub
-    state.files |= dict.fromkeys((".gitattributes", "model-00001.safetensors", "config.json", "notes.txt"), b"old")
+    shards = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+    state.files |= dict.fromkeys((*OWNERS_FILES, *shards, "config.json", "reliability.png"), b"old")
+    if sums is not None:
+        state.files["SHA256SUMS"] = sums.encode()
     release = publish(made, tmp_path / "release")
     names = release.record.facts["files"]
     (release.folder / "left_over.txt").write_text("not part of the release")
     assert upload(release.folder, names, PublishConfig(repo_id=REPO), endpoint) == "f" * 40
     assert len(state.commits) == 1
-    assert set(state.files) == {*names, ".gitattributes", "notes.txt"}
+    unlisted = {"reliability.png"} if sums is None else set()  # nothing tells that a release brought it
+    assert set(state.files) == {*names, *OWNERS_FILES, *unlisted}
     for name in names:
         assert state.files[name] == (release.folder / name).read_bytes()
 
