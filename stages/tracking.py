@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.artifacts import Artifact, Record, resource, write_json
+from stages.draft.artifact import RELEASE
 from stages.events import METRICS
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ class Tracker:
             client.log_inputs(run_id, [DatasetInput(dataset)])
             client.log_inputs(self._parent, [DatasetInput(dataset)])
         if record.kind == "Release":
-            self._register(client, run_id, stage.folder / "release")
+            self._register(client, run_id, stage.folder / RELEASE)
         client.set_terminated(run_id, "FINISHED")
 
     def _register(self, client: MlflowClient, run_id: str, release: Path) -> None:
