@@ -134,16 +134,22 @@ class BackgroundLoop:
     def iterate(self, source: AsyncGenerator[T, None]) -> Iterator[T]:
         """Items of an asynchronous generator, each awaited when it is asked for; closes it in the end."""
         end = object()
+        turn = asyncio.Lock()  # a step that was interrupted is still being cancelled when the generator is to close
 
         async def step() -> Any:
-            return await anext(source, end)
+            async with turn:
+                return await anext(source, end)
+
+        async def close() -> None:
+            async with turn:
+                await source.aclose()
 
         try:
             while (item := self.run(step())) is not end:
                 yield item
         finally:
             if not self._loop.is_closed():
-                self.run(source.aclose())
+                self.run(close())
 
     def close(self) -> bool:
         """Cancel what still runs and end the thread. False when that was done before."""

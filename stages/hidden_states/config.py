@@ -22,3 +22,12 @@ class HiddenStatesConfig:
     attempts: int = resource(3)  # tries for one sequence before it is set aside by name
     sample_timeout_s: float = resource(120.0)
     max_set_aside_share: float = resource(0.01)  # of all sequences; above it the stage stops
+
+    @property
+    def segment_bytes(self) -> int:
+        """`segment_gib` in bytes; no object can be larger."""
+        return int(self.segment_gib * 2**30)
+
+    def window_bytes(self, store_bytes: int, num_ranks: int) -> int:
+        """What one of `num_ranks` readers of a store may have asked for and not yet read."""
+        return int(self.window_share * store_bytes / num_ranks)

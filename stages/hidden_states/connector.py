@@ -26,7 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from stages.corpus import tokens_checksum
 from stages.engine.cpu import die_with_parent
-from stages.hidden_states.layout import TRAILER_BYTES, as_bytes, states_bytes, trailer
+from stages.hidden_states.layout import TRAILER_BYTES, as_bytes, object_bytes, trailer
 from stages.hidden_states.store import ERROR_SUFFIX, METADATA, in_own_memory, local_hostname
 
 if TYPE_CHECKING:
@@ -158,8 +158,7 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
             "pre_norm": True,  # vLLM's extra layer id `num_layers`; the contract check holds it to that
             "target": self._target,
             "tokens_crc32": tokens_checksum(token_ids.numpy()),
-            "total_bytes": TRAILER_BYTES
-            + states_bytes(num_tokens, num_layers, self._hidden_size, self._hidden_state_dtype),
+            "total_bytes": object_bytes(num_tokens, num_layers, self._hidden_size, self._hidden_state_dtype),
             "attempt": params["attempt"],
         }
         self._pending_saves[request.request_id] = PendingSave(

@@ -23,6 +23,11 @@ def states_bytes(num_tokens: int, num_layers: int, hidden_size: int, dtype: torc
     return num_tokens * num_layers * hidden_size * dtype.itemsize
 
 
+def object_bytes(num_tokens: int, num_layers: int, hidden_size: int, dtype: torch.dtype) -> int:
+    """Bytes of the stored object: the states and their trailer."""
+    return states_bytes(num_tokens, num_layers, hidden_size, dtype) + TRAILER_BYTES
+
+
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
     """A contiguous CPU tensor's memory as uint8, without a copy."""
     return np.asarray(tensor.reshape(-1).view(torch.uint8).numpy())

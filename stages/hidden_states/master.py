@@ -7,10 +7,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.request import urlopen
 
 from stages.engine.cpu import die_with_parent
 from stages.engine.log import tail
@@ -20,32 +18,14 @@ _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True)
-class Master:
-    """A running master: `address` is host:port of its RPC, `pid` the process, `log` its output."""
-
-    address: str
-    metrics: str  # URL
-    pid: int
-    log: Path
-
-    def stored_bytes(self) -> int:
-        """Bytes of all objects in the store."""
-        with urlopen(self.metrics, timeout=5) as answer:
-            for line in answer.read().decode().splitlines():
-                if line.startswith("master_allocated_bytes "):
-                    return int(float(line.split()[1]))
-        raise HiddenStatesError(f"{self.metrics}: expected master_allocated_bytes, found none")
-
-
 @contextmanager
-def mooncake_master(host: str, log: Path) -> Iterator[Master]:
-    """Run `mooncake_master` on free ports of `host`, an address of this machine.
+def mooncake_master(host: str, log: Path) -> Iterator[str]:
+    """Run `mooncake_master` on free ports of `host`, an address of this machine; gives its RPC's host:port.
 
     It never evicts: a full store refuses a put by name instead of dropping a sample that nobody has
     read. The kernel ends it with the calling thread, so keep that thread as long as the context.
-    Raises HiddenStatesError with the end of its log when it does not come up, or when it has died by
-    the time the context ends.
+    Raises HiddenStatesError with the end of its log when it does not come up, and from what ends the
+    context when it has died by then.
     """
     rpc_port, metrics_port = _free_ports(host, 2)
     flags = {
@@ -67,9 +47,12 @@ def mooncake_master(host: str, log: Path) -> Iterator[Master]:
         )
     try:
         _wait(process, host, rpc_port, log)
-        yield Master(f"{host}:{rpc_port}", f"http://{host}:{metrics_port}/metrics", process.pid, log)
-        if process.poll() is not None:
-            raise _died(process, log)
+        try:
+            yield f"{host}:{rpc_port}"
+        except Exception as error:
+            if process.poll() is None:
+                raise
+            raise _died(process, log) from error
     finally:
         _end(process)
 

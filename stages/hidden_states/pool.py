@@ -55,14 +55,14 @@ def extractor_pool(
         raise ValueError(
             f"layer_ids={layer_ids}: expected ids in 0..{num_layers}, the last one {num_layers} (final state)"
         )
-    segment_bytes = int(config.segment_gib * 2**30)
+    segment_bytes = config.segment_bytes
     if segment_bytes < _LEAST_SEGMENT_BYTES:
         least = _LEAST_SEGMENT_BYTES / 2**30
         raise ValueError(f"hidden_states.segment_gib={config.segment_gib}: expected at least {least}")
     with ExitStack() as stack:
         master = config.master_address
         if not master:
-            master = stack.enter_context(mooncake_master(_own_host(), work / "mooncake_master.log")).address
+            master = stack.enter_context(mooncake_master(_own_host(), work / "mooncake_master.log"))
         store = StoreAddress(master, config.protocol, config.device, int(config.local_buffer_gib * 2**30))
         args = engine_args(target, engine, layer_ids, _kv_transfer(target, layer_ids, store, segment_bytes, config))
         engines = stack.enter_context(EnginePool(engine, args, work))

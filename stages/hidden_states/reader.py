@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -19,9 +19,23 @@ from stages.engine.requests import EngineError
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.layout import TRAILER_BYTES, states_bytes
 from stages.hidden_states.samples import Endpoint, SampleError, Samples
-from stages.hidden_states.wire import HiddenBatch, HiddenStatesError
+from stages.hidden_states.wire import HiddenBatch, HiddenStatesError, check_set_aside
 
 _MIN_BATCHES_AHEAD = 2  # one that is being filled while the other waits to be taken
+
+
+def misfit(sequence: TokenSequence, size_bytes: int, window_bytes: int, segment_bytes: int) -> str | None:
+    """Why a sequence whose object has `size_bytes` can never be fetched, if so.
+
+    `window_bytes`: what the reader may have in flight; `segment_bytes`: what one extractor lends.
+    """
+    limit_bytes = min(window_bytes, segment_bytes)
+    if len(sequence) > 0 and size_bytes <= limit_bytes:
+        return None
+    return (
+        f"sequence {sequence.id} of {len(sequence)} tokens is an object of {size_bytes} bytes, a rank may have 1 to "
+        f"{limit_bytes} in flight; raise hidden_states.segment_gib or hidden_states.window_share, or shorten it"
+    )
 
 
 class ByteBudget:
@@ -57,14 +71,6 @@ class ByteBudget:
             self._waiting.popleft()
 
 
-@dataclass
-class _Tally:
-    """How many sequences were asked for and set aside in one `read`."""
-
-    asked: int = 0
-    set_aside: int = 0
-
-
 class StreamingReader:
     """Implements `HiddenStatesReader` against a pool of extractors.
 
@@ -76,7 +82,7 @@ class StreamingReader:
         self._endpoint = endpoint
         self._config = config
         self._samples = Samples(endpoint, config)
-        self._window = ByteBudget(int(config.window_share * endpoint.store_bytes / num_ranks))
+        self._window = ByteBudget(config.window_bytes(endpoint.store_bytes, num_ranks))
         self._running = asyncio.Semaphore(math.ceil(endpoint.max_running / num_ranks))
         self._loop = BackgroundLoop("hidden-states-reader")
 
@@ -86,7 +92,7 @@ class StreamingReader:
         Every sequence is asked for `hidden_states.attempts` times at most, then set aside by name.
         Raises HiddenStatesError, with the last cause, when more than `hidden_states.max_set_aside_share`
         of the sequences were (one is allowed unless the share is 0), when a sequence is larger than
-        the budget, or when no engine is left.
+        the budget, or when no engine is left; StoreGoneError when the store's master is.
         """
         try:
             yield from self._loop.iterate(self._batches(batches))
@@ -101,7 +107,7 @@ class StreamingReader:
     async def _batches(self, batches: Iterable[Sequence[TokenSequence]]) -> AsyncGenerator[HiddenBatch, None]:
         source = iter(batches)
         ahead: deque[tuple[asyncio.Task[HiddenBatch], int]] = deque()
-        tally = _Tally()
+        asked, set_aside = 0, list[tuple[str, str]]()
         try:
             while True:
                 started = time.monotonic()
@@ -114,7 +120,9 @@ class StreamingReader:
                     return
                 batch = await ahead[0][0]
                 ahead.popleft()
-                self._check_set_aside(tally, batch)
+                asked += len(batch.sequences) + len(batch.set_aside)
+                set_aside += batch.set_aside
+                check_set_aside(set_aside, asked, self._config.max_set_aside_share)
                 yield replace(batch, wait_s=time.monotonic() - started)
         finally:
             for task, _ in ahead:
@@ -122,26 +130,11 @@ class StreamingReader:
             await asyncio.gather(*(task for task, _ in ahead), return_exceptions=True)
 
     def _checked_bytes(self, sequence: TokenSequence) -> int:
-        """Raise HiddenStatesError when the sequence could never be fetched; else its object's size."""
+        """The size of the sequence's object. Raises HiddenStatesError when it could never be fetched."""
         size = self._endpoint.object_bytes(len(sequence))
-        limit = min(self._window.limit, self._endpoint.segment_bytes)
-        if len(sequence) == 0 or size > limit:
-            raise HiddenStatesError(
-                f"sequence {sequence.id} of {len(sequence)} tokens is an object of {size} bytes, the rank may have "
-                f"1 to {limit} in flight; raise hidden_states.segment_gib or hidden_states.window_share, or shorten it"
-            )
+        if problem := misfit(sequence, size, self._window.limit, self._endpoint.segment_bytes):
+            raise HiddenStatesError(problem)
         return size
-
-    def _check_set_aside(self, tally: _Tally, batch: HiddenBatch) -> None:
-        share = self._config.max_set_aside_share
-        tally.asked += len(batch.sequences) + len(batch.set_aside)
-        tally.set_aside += len(batch.set_aside)
-        if tally.set_aside > max(share * tally.asked, 1 if share > 0 else 0):
-            name, reason = batch.set_aside[-1] if batch.set_aside else ("", "")
-            raise HiddenStatesError(
-                f"{tally.set_aside} of {tally.asked} sequences could not be had, "
-                f"hidden_states.max_set_aside_share={share}; the last, {name}: {reason}"
-            )
 
     async def _batch(self, sequences: tuple[TokenSequence, ...]) -> HiddenBatch:
         """Fetch all sequences of a batch into one allocation: states packed, then the trailers."""

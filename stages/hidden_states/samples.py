@@ -20,8 +20,8 @@ from stages.corpus import tokens_checksum
 from stages.engine.dispatch import ActorLostError, Dispatcher
 from stages.engine.requests import Extraction
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.layout import TRAILER_BYTES, as_bytes, check_trailer, states_bytes
-from stages.hidden_states.store import ERROR_SUFFIX, HiddenStatesStore, StoreAddress
+from stages.hidden_states.layout import as_bytes, check_trailer, object_bytes
+from stages.hidden_states.store import ERROR_SUFFIX, HiddenStatesStore, StoreAddress, StoreGoneError
 from stages.hidden_states.wire import HiddenStatesError, Manifest
 
 R = TypeVar("R")
@@ -52,7 +52,7 @@ class Endpoint:
 
     def object_bytes(self, num_tokens: int) -> int:
         """Bytes of the stored object of a sequence of this length."""
-        return TRAILER_BYTES + states_bytes(num_tokens, len(self.layer_ids), self.hidden_size, self.torch_dtype)
+        return object_bytes(num_tokens, len(self.layer_ids), self.hidden_size, self.torch_dtype)
 
 
 class SampleError(HiddenStatesError):
@@ -88,7 +88,8 @@ class Samples:
         """Have `actor` extract the states of `token_ids` (int [T]) and read them `into` registered memory.
 
         `into`: states [T, L, D] and trailer uint8 [TRAILER_BYTES]. The object is gone from the store
-        afterwards. Raises SampleError when it cannot be had or must not be trained on.
+        afterwards. Raises SampleError when it cannot be had or must not be trained on, StoreGoneError
+        when none can be had any more.
         """
         self._asked += 1
         key = f"{self._session}-{self._asked}-{attempt}"  # fresh: a late object of an earlier try harms nobody
@@ -103,6 +104,8 @@ class Samples:
                 await self.dispatcher.unless_lost(actor, extraction.life, fetching)
         except TimeoutError as error:
             raise SampleError(f"no states within hidden_states.sample_timeout_s={self._timeout_s}", actor) from error
+        except StoreGoneError:
+            raise
         except (ActorLostError, ValueError, HiddenStatesError) as error:
             raise SampleError(str(error).strip().splitlines()[-1], actor) from error
         finally:
@@ -180,15 +183,20 @@ class _Arrivals:
                 there = self._store.exist(keys + [key + ERROR_SUFFIX for key in keys])
             except HiddenStatesError as error:
                 for _, future in waiting:
-                    future.set_exception(HiddenStatesError(str(error)))
+                    future.set_exception(type(error)(str(error)))
                 return
             for (key, future), stored, failed in zip(waiting, there, there[len(keys) :], strict=False):
                 if failed:
-                    why = self._store.get_error(key)
-                    future.set_exception(HiddenStatesError(f"the engine could not store them: {why}"))
+                    future.set_exception(self._producer_error(key))
                 elif stored:
                     future.set_result(None)
             await asyncio.sleep(_POLL_S)
+
+    def _producer_error(self, key: str) -> HiddenStatesError:
+        try:
+            return HiddenStatesError(f"the engine could not store them: {self._store.get_error(key)}")
+        except HiddenStatesError as error:
+            return type(error)(f"the engine could not store them, and why cannot be read: {error}")
 
 
 def check_manifest(reference: dict[str, object], expected: Manifest) -> None:

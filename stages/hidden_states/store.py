@@ -1,6 +1,7 @@
 """A thin client of the Mooncake store. Every return code is checked; nothing here knows vLLM or Ray.
 
-Codes seen: -200 no space, -600 bad buffer, -704 no such object, -900 master gone.
+Codes seen: -200 no space, -600 bad buffer, -704 no such object, -800 transfer failed, -900 the master does not
+answer (-901 not in time).
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ import torch
 from stages.hidden_states.wire import HiddenStatesError
 
 NOT_FOUND = -704
+_NO_ANSWER = (-900, -901)
 ERROR_SUFFIX = ":error"  # of the key under which hs_connectors publishes a producer's error
 _PROBE_TIMEOUT_S = 5.0
 METADATA = "P2PHANDSHAKE"  # clients tell each other where their memory is; no metadata server
+
+
+class StoreGoneError(HiddenStatesError):
+    """The master cannot be reached: no object can be had any more, and asking again does not help."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +59,15 @@ def in_own_memory(store: Any) -> Any:
 
 
 class HiddenStatesStore:
-    """One connection. A reader lends no memory (`segment_bytes=0`), so nothing is lost with it."""
+    """A reader's connection. It lends no memory, so nothing is lost with it.
 
-    def __init__(self, address: StoreAddress, segment_bytes: int = 0) -> None:
+    Raises HiddenStatesError with Mooncake's code, and StoreGoneError from the first call on that finds
+    the master gone (Mooncake itself tries for 4 s in every call).
+    """
+
+    def __init__(self, address: StoreAddress) -> None:
+        self._master = address.master
+        self._gone: str | None = None
         _probe(address.master)
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # Mooncake logs every call at INFO to stderr
         from mooncake.store import MooncakeDistributedStore
@@ -64,26 +76,28 @@ class HiddenStatesStore:
         code = self._store.setup(
             local_hostname(address.master),
             METADATA,
-            segment_bytes,
+            0,
             address.local_buffer_bytes,
             address.protocol,
             address.device,
             address.master,
         )
-        _check("setup", address.master, code)
+        self._check("setup", address.master, code)
 
     def register(self, memory: torch.Tensor) -> None:
         """Let the store write into `memory` (contiguous, on the CPU)."""
-        _check("register_buffer", str(memory.nbytes), self._store.register_buffer(memory.data_ptr(), memory.nbytes))
+        code = self._store.register_buffer(memory.data_ptr(), memory.nbytes)
+        self._check("register_buffer", str(memory.nbytes), code)
 
     def unregister(self, memory: torch.Tensor) -> None:
-        _check("unregister_buffer", str(memory.nbytes), self._store.unregister_buffer(memory.data_ptr()))
+        self._check("unregister_buffer", str(memory.nbytes), self._store.unregister_buffer(memory.data_ptr()))
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
         """Which of the keys are there, in one round trip."""
+        self._check_master()
         codes = self._store.batch_is_exist(list(keys))
         for key, code in zip(keys, codes, strict=True):
-            _check("exist", key, code)
+            self._check("exist", key, code)
         return [code == 1 for code in codes]
 
     def get_into(self, key: str, parts: Sequence[torch.Tensor]) -> None:
@@ -91,18 +105,20 @@ class HiddenStatesStore:
 
         Raises HiddenStatesError with Mooncake's code when the object is missing or of another size.
         """
+        self._check_master()
         size = sum(part.nbytes for part in parts)
         pointers, sizes = [part.data_ptr() for part in parts], [part.nbytes for part in parts]
         [code] = self._store.batch_get_into_multi_buffers([key], [pointers], [sizes])
-        _check("get", key, code)
+        self._check("get", key, code)
         if code != size:
             raise HiddenStatesError(f"Mooncake get of {key}: expected {size} bytes, found {code}")
 
     def get_error(self, key: str) -> str:
         """The producer's message for a key whose error marker exists."""
+        self._check_master()
         marker = key + ERROR_SUFFIX
         size = self._store.get_size(marker)
-        _check("size", marker, size)
+        self._check("size", marker, size)
         memory = torch.empty(size, dtype=torch.uint8)
         self.register(memory)
         try:
@@ -111,30 +127,38 @@ class HiddenStatesStore:
             self.unregister(memory)
         return memory.numpy().tobytes().decode(errors="replace")
 
-    def put(self, key: str, value: bytes) -> None:
-        """Write an object into this client's segment, through its local buffer."""
-        _check("put", key, self._store.put(key, value, in_own_memory(self._store)))
-
     def remove(self, key: str) -> None:
         """Delete an object and its error marker at once, read leases or not; missing ones are fine."""
+        self._check_master()
         for name in (key, key + ERROR_SUFFIX):
             if (code := self._store.remove(name, True)) != NOT_FOUND:
-                _check("remove", name, code)
+                self._check("remove", name, code)
 
     def close(self) -> None:
-        _check("close", "", self._store.close())
+        self._check("close", "", self._store.close())
+
+    def _check_master(self) -> None:
+        if self._gone is not None:
+            raise StoreGoneError(self._gone)
+
+    def _check(self, operation: str, what: str, code: int) -> None:
+        if isinstance(code, int) and code >= 0:
+            return
+        found = f"Mooncake {operation} {what}: expected success, found code {code}"
+        if code in _NO_ANSWER:
+            try:
+                _probe(self._master)  # a connection that broke alone is made again by the next call
+            except StoreGoneError as error:
+                self._gone = f"{found}; {error}"
+                raise StoreGoneError(self._gone) from error
+        raise HiddenStatesError(found)
 
 
 def _probe(master: str) -> None:
-    """Mooncake itself tries for 90 s before it says that nobody answers."""
+    """Raise StoreGoneError when nobody accepts a connection; Mooncake's setup takes 90 s to say so."""
     host, port = master.rsplit(":", 1)
     try:
         socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S).close()
     except OSError as error:
         asked = f"hidden_states.master_address={master}"
-        raise HiddenStatesError(f"{asked}: expected a Mooncake master, found {error}") from error
-
-
-def _check(operation: str, what: str, code: int) -> None:
-    if not isinstance(code, int) or code < 0:
-        raise HiddenStatesError(f"Mooncake {operation} {what}: expected success, found code {code}")
+        raise StoreGoneError(f"{asked}: expected a Mooncake master, found {error}") from error

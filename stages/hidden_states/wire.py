@@ -20,6 +20,19 @@ class HiddenStatesError(RuntimeError):
     """Hidden states that must not be trained on, or that cannot be had."""
 
 
+def check_set_aside(set_aside: Sequence[tuple[str, str]], asked: int, max_share: float) -> None:
+    """Raise HiddenStatesError, with the last reason, when too many of the `asked` sequences were set aside.
+
+    Up to `max_share` of them may be, and one unless the share is 0.
+    """
+    if len(set_aside) > max(max_share * asked, 1 if max_share > 0 else 0):
+        name, reason = set_aside[-1]
+        raise HiddenStatesError(
+            f"{len(set_aside)} of {asked} sequences could not be had, "
+            f"hidden_states.max_set_aside_share={max_share}; the last, {name}: {reason}"
+        )
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Everything a consumer must know of one sequence's states before it reads a byte."""

@@ -6,21 +6,24 @@ whole job starts anew, every worker resumes from the newest complete one.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray.train
 import torch
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
-from stages.artifacts import remove, write_whole
-from stages.hidden_states.wire import HiddenStatesReader
+from stages.artifacts import remove, write_json
+from stages.hidden_states.wire import HiddenStatesError, HiddenStatesReader
 from stages.train.config import TrainConfig
 from stages.train.loop import RESULT, TrainError, TrainJob, train
 
 RAY = "ray"  # Ray Train's own folder in the workspace
-FAILURE = "failure.txt"
+FAILURE = "failure.json"  # why training must not go on, written by the first rank that knows
 
 OpenReader = Callable[[int], HiddenStatesReader]  # given the number of ranks
 
@@ -29,7 +32,8 @@ def fit(job: TrainJob, open_reader: OpenReader) -> None:
     """Train with `config.num_workers` processes until `result.json` is there.
 
     A dead process costs the steps since the last checkpoint; after `config.max_failures` of them Ray's
-    error is raised. Raises TrainError as the workers did. Cancelling the calling task, recursively, ends the group.
+    error is raised. Raises TrainError or HiddenStatesError, without a restart, when a worker did.
+    Cancelling the calling task, recursively, ends the group.
     """
     config = job.config
     # A dead process is noticed within this time; Ray's default is 2 s.
@@ -48,19 +52,38 @@ def fit(job: TrainJob, open_reader: OpenReader) -> None:
             name=f"train-{job.out.identity}",
             storage_path=str(storage),
             failure_config=ray.train.FailureConfig(max_failures=config.max_failures),
+            callbacks=[_NoRestart(failure)],
         ),
     )
-    result = trainer.fit()
-    if result.error is not None:
-        raise result.error
+    try:
+        trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        if failure.exists():
+            raise _told(failure) from error
+        raise
     if failure.exists():
-        raise TrainError(failure.read_text(encoding="utf-8"))
+        raise _told(failure)
     if not (job.out.path / RESULT).exists():
         raise TrainError(f"{job.out.path / RESULT}: training ended without it; put the output root on shared storage")
 
 
+class _NoRestart(ray.train.UserCallback):
+    """Ends the run in Ray's controller: an error that leaves a worker would make Ray start the group again."""
+
+    def __init__(self, failure: Path) -> None:
+        self._failure = failure
+
+    def after_exception(self, run_context: object, worker_exceptions: dict[int, Exception]) -> None:
+        """Raise what a worker has told; the others fail in collectives with it, or wait there until they are ended."""
+        if self._failure.exists():
+            raise _told(self._failure)
+
+
 def _worker(told: dict[str, Any]) -> None:
     job: TrainJob = told["job"]
+    failure = job.out.path / FAILURE
+    if failure.exists():  # a process died while the failure was told, and Ray started the group again
+        return
     # A fixed number of threads: sums are split by thread, and their low bits with them.
     torch.set_num_threads(max(1, round(job.config.cpus_per_worker)))
     if job.config.gpus_per_worker:
@@ -68,9 +91,25 @@ def _worker(told: dict[str, Any]) -> None:
     world = ray.train.get_context().get_world_size()
     try:
         train(job, lambda: told["open_reader"](world), get_device())
-    except TrainError as error:  # told in a file: an error that leaves a worker makes Ray try again
-        if ray.train.get_context().get_world_rank() == 0:
-            write_whole(job.out.path / FAILURE, str(error))
+    except (TrainError, HiddenStatesError) as error:
+        _tell(failure, error, ray.train.get_context().get_world_rank())
+        raise
+
+
+def _tell(failure: Path, error: TrainError | HiddenStatesError, rank: int) -> None:
+    """Write the file whole, unless another rank was first."""
+    kind = TrainError if isinstance(error, TrainError) else HiddenStatesError
+    beside = failure.with_name(f".{failure.name}.{rank}")
+    write_json(beside, {"kind": kind.__name__, "message": " ".join(str(error).split())})
+    with suppress(FileExistsError):
+        os.link(beside, failure)
+    remove(beside)
+
+
+def _told(failure: Path) -> TrainError | HiddenStatesError:
+    told = json.loads(failure.read_text(encoding="utf-8"))
+    kind = TrainError if told["kind"] == TrainError.__name__ else HiddenStatesError
+    return kind(told["message"])
 
 
 def _resources(config: TrainConfig) -> dict[str, float]:

@@ -20,7 +20,8 @@ from stages.draft.checkpoint import WEIGHTS, export_draft
 from stages.draft.config import DraftConfig
 from stages.draft.loss import LossWeights, metrics
 from stages.draft.model import build_draft, trainable
-from stages.hidden_states.wire import HiddenBatch, HiddenStatesReader
+from stages.hidden_states.config import HiddenStatesConfig
+from stages.hidden_states.wire import HiddenBatch, HiddenStatesReader, check_set_aside
 from stages.target import Target, load_head
 from stages.train import checkpoint
 from stages.train.checkpoint import TrainState
@@ -49,13 +50,14 @@ class TrainJob:
     target: Target
     corpus: Corpus
     out: Workspace
+    max_set_aside_share: float = HiddenStatesConfig.max_set_aside_share
 
 
 def train(job: TrainJob, open_reader: Callable[[], HiddenStatesReader], device: torch.device) -> None:
     """Train from the newest complete checkpoint to the end; rank 0 leaves `checkpoint/` and `result.json`.
 
     Needs a process group. Raises TrainError after too many steps without a finite gradient, and
-    HiddenStatesError when states cannot be had.
+    HiddenStatesError when states cannot be had, or too many were not since the very first step.
     """
     with closing(open_reader()) as reader:
         worker = Worker(job, reader, device)
@@ -150,6 +152,8 @@ class Worker:
         self.state.visits_trained += taken.sequences if finite else 0
         if not finite:
             self._record_nonfinite(step, taken)
+        if taken.set_aside:  # the reader knows only its rank's, and only those since the last restart
+            check_set_aside(self.state.set_aside, self._visits(), self.job.max_set_aside_share)
         step_s = time.monotonic() - started
         if self.rank == 0:
             self._log(
@@ -215,10 +219,12 @@ class Worker:
 
     def _check_visits(self) -> None:
         """Every rank knows the same counts, so all of them stop here or none does."""
-        planned, state = self.order.visits, self.state
-        accounted = state.visits_trained + state.visits_nonfinite + len(state.set_aside)
+        planned, accounted = self.order.visits, self._visits()
         if planned != accounted:
-            raise TrainError(f"{planned} visits of sequences were planned, {accounted} are accounted for: {state}")
+            raise TrainError(f"{planned} visits of sequences were planned, {accounted} are accounted for: {self.state}")
+
+    def _visits(self) -> int:
+        return self.state.visits_trained + self.state.visits_nonfinite + len(self.state.set_aside)
 
     def _finish(self, values: Mapping[str, float]) -> None:
         """Export the draft and say what was done; the stage turns `result.json` into the record."""

@@ -6,14 +6,17 @@ import json
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from stages.artifacts import Workspace
 from stages.corpus import Corpus, TokenSequence
 from stages.draft.artifact import Draft
-from stages.draft.config import DraftConfig
-from stages.draft.model import check_draft
+from stages.draft.config import DraftConfig, check_draft
 from stages.engine.config import EngineConfig
 from stages.hidden_states.config import HiddenStatesConfig
+from stages.hidden_states.layout import object_bytes
 from stages.hidden_states.pool import extractor_pool, open_reader
+from stages.hidden_states.reader import misfit
 from stages.hidden_states.samples import Endpoint
 from stages.hidden_states.wire import HiddenStatesReader
 from stages.target import Target
@@ -21,8 +24,6 @@ from stages.train.config import TrainConfig
 from stages.train.data import Order, usable
 from stages.train.fit import RAY, fit
 from stages.train.loop import CHECKPOINTS, RESULT, TrainJob
-
-FORMAT_VERSION = 1
 
 EXTRACTORS = "extractors"
 
@@ -49,13 +50,18 @@ def run(
     check_draft(draft, target.shape)
     data = usable(corpus.sequences("train"), config.max_sequence_tokens)
     validation = usable(corpus.sequences("validation"), config.max_sequence_tokens)
+    layer_ids = (*draft.aux_layer_ids, target.shape.num_layers)
     _check_sequences((*data.sequences, *validation.sequences), draft, engine, target)
+    window_bytes = hidden_states.window_bytes(hidden_states.segment_bytes * engine.num_actors, config.num_workers)
+    for sequence in (*data.sequences, *validation.sequences):
+        size = object_bytes(len(sequence), len(layer_ids), target.shape.hidden_size, getattr(torch, engine.dtype))
+        if problem := misfit(sequence, size, window_bytes, hidden_states.segment_bytes):
+            raise ValueError(problem)
     if not data.sequences:
         raise ValueError(
             f"{corpus.path}: no training sequence has two supervised tokens in a row ({data.counts}); check the masks"
         )
 
-    layer_ids = (*draft.aux_layer_ids, target.shape.num_layers)
     out.path.mkdir(parents=True, exist_ok=True)
     result = out.path / RESULT
     if not result.exists():  # a run that was stopped between training and this line need not train again
@@ -66,7 +72,8 @@ def run(
         ).total_steps
         out.events.progress("train", 0, steps, "step", "starting extractors")
         with extractor_pool(target, layer_ids, engine, hidden_states, work=work) as pool:
-            fit(TrainJob(config, draft, target, corpus, out), partial(_open_reader, pool.endpoint, hidden_states))
+            job = TrainJob(config, draft, target, corpus, out, hidden_states.max_set_aside_share)
+            fit(job, partial(_open_reader, pool.endpoint, hidden_states))
     told = json.loads(result.read_text(encoding="utf-8"))
     facts = {
         "layer_ids": list(layer_ids),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
+import time
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
+import psutil
 import ray
 import torch
 
@@ -16,8 +20,7 @@ from stages.artifacts import Workspace
 from stages.corpus import TokenSequence, tokens_checksum
 from stages.engine.requests import EngineError, Extraction
 from stages.hidden_states.layout import TRAILER_BYTES, as_bytes, trailer
-from stages.hidden_states.master import Master
-from stages.hidden_states.store import ERROR_SUFFIX, HiddenStatesStore, StoreAddress
+from stages.hidden_states.store import ERROR_SUFFIX, METADATA, StoreAddress, in_own_memory, local_hostname
 from stages.target import Target, read_folder
 
 LAYER_IDS = (1, 3)
@@ -38,16 +41,69 @@ def sequence(first: int, length: int = 5) -> TokenSequence:
     return TokenSequence(f"s{first}", "test", ids, np.ones(length, dtype=bool))
 
 
-def address_of(master: Master) -> StoreAddress:
-    """How tests reach a master's store; with memory for small puts."""
-    return StoreAddress(master.address, "tcp", "", 4 << 20)
+def address_of(master: str) -> StoreAddress:
+    """How readers reach the store of the master at host:port."""
+    return StoreAddress(master, "tcp", "", 0)
+
+
+def master_process(master: str, parent: int | None = None) -> psutil.Process:
+    """The process of a master that this process, or `parent`, has started."""
+    flag = f"-rpc_port={master.rpartition(':')[2]}"
+    [process] = [p for p in psutil.Process(parent).children() if flag in p.cmdline()]
+    return process
+
+
+def kill_master(master: str) -> None:
+    """Kill it and wait until the kernel has closed its sockets; its parent has yet to reap it."""
+    process = master_process(master)
+    process.kill()
+    wait_until_dead(process)
+
+
+def wait_until_dead(process: psutil.Process) -> None:
+    """Wait until it has ended, whether or not somebody has reaped it."""
+    deadline = time.monotonic() + 5
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, f"{process} lives"
+            time.sleep(0.01)
+
+
+def metrics_url(process: psutil.Process) -> str:
+    [port] = [flag.partition("=")[2] for flag in process.cmdline() if flag.startswith("-metrics_port=")]
+    return f"http://127.0.0.1:{port}/metrics"
+
+
+def stored_bytes(master: str) -> int:
+    """Bytes of all objects in the store."""
+    with urlopen(metrics_url(master_process(master)), timeout=5) as answer:
+        [line] = [x for x in answer.read().decode().splitlines() if x.startswith("master_allocated_bytes ")]
+    return int(float(line.split()[1]))
+
+
+class Lender:
+    """Lends a segment to the store and puts objects into it, as an extractor's connector does."""
+
+    def __init__(self, master: str, local_buffer_bytes: int = 4 << 20) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self.store = MooncakeDistributedStore()
+        lent = (SEGMENT_BYTES, local_buffer_bytes, "tcp", "", master)
+        assert self.store.setup(local_hostname(master), METADATA, *lent) == 0
+
+    def put(self, key: str, value: bytes) -> int:
+        """Mooncake's code: 0 or negative."""
+        return int(self.store.put(key, value, in_own_memory(self.store)))
+
+    def close(self) -> None:
+        self.store.close()
 
 
 class PretendExtractor:
     """Plays `faults[first token][attempt]`; everything else is extracted well, after a pretended prefill."""
 
-    def __init__(self, address: StoreAddress, faults: dict[int, list[str]], slow: tuple[int, ...] = ()) -> None:
-        self.store = HiddenStatesStore(address, SEGMENT_BYTES)
+    def __init__(self, master: str, faults: dict[int, list[str]], slow: tuple[int, ...] = ()) -> None:
+        self.store = Lender(master)
         self.faults = faults
         self.slow = slow
         self.asked: list[int] = []

@@ -5,8 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from stages.engine.actor import ActorSpec
 from stages.engine.args import check_engine, engine_args
 from stages.engine.config import EngineConfig
 from stages.engine.cpu import bind_cores, cpu_environment
+from stages.engine.dispatch import BackgroundLoop
 from stages.engine.log import root_cause
 from stages.engine.pool import EnginePool
 from stages.engine.requests import EngineError, GenerationRequest, GenerationResult
@@ -49,7 +51,6 @@ def test_tensor_parallel_ranks_are_separated() -> None:
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"nodes_per_actor": 2}, "engine.nodes_per_actor"),
         ({"gpus_per_actor": 1, "tensor_parallel": 2}, "engine.gpus_per_actor"),
         ({"kv_cache_gib": None}, "engine.kv_cache_gib"),
         ({"num_actors": 0}, "engine.num_actors"),
@@ -108,6 +109,26 @@ def test_a_child_dies_with_its_sigkilled_parent() -> None:
     parent.wait()
     parent.stdout.close()
     assert gone(child, within_s=5)
+
+
+def test_an_interrupt_of_a_waiting_caller_stays_an_interrupt() -> None:
+    closed = []
+
+    async def never() -> AsyncGenerator[int, None]:
+        try:
+            await asyncio.Event().wait()
+            yield 1
+        finally:
+            await asyncio.sleep(0.2)  # as a generator that waits for its tasks
+            closed.append(True)
+
+    with BackgroundLoop("test") as loop:
+        interrupt = threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(loop.iterate(never()))
+        assert closed
+        interrupt.join()
 
 
 class PretendActor:

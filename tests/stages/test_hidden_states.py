@@ -1,28 +1,33 @@
 """Hidden states: bytes and checks, the contract, the master and the store."""
 
 import asyncio
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import cast
 from urllib.request import urlopen
 
 import numpy as np
-import psutil
 import pytest
 import torch
-from hidden_states_helpers import SEGMENT_BYTES, address_of
+from hidden_states_helpers import (
+    SEGMENT_BYTES,
+    Lender,
+    address_of,
+    kill_master,
+    master_process,
+    metrics_url,
+    wait_until_dead,
+)
 
 from stages.hidden_states.contract import Agreement, compare, contract_sequences
 from stages.hidden_states.layout import as_bytes, check_trailer, trailer
-from stages.hidden_states.master import Master, mooncake_master
+from stages.hidden_states.master import mooncake_master
 from stages.hidden_states.reader import ByteBudget
-from stages.hidden_states.samples import check_states
-from stages.hidden_states.store import HiddenStatesStore, StoreAddress
+from stages.hidden_states.samples import _Arrivals, check_states
+from stages.hidden_states.store import HiddenStatesStore, StoreAddress, StoreGoneError
 from stages.hidden_states.wire import HiddenStatesError
 from stages.target import TargetHead
 
@@ -175,15 +180,14 @@ def test_nan_never_agrees() -> None:
 
 
 @pytest.fixture(scope="module")
-def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with mooncake_master("127.0.0.1", tmp_path_factory.mktemp("master") / "master.log") as running:
         yield running
 
 
-def test_store_checks_every_code(master: Master) -> None:
-    store = HiddenStatesStore(replace(address_of(master), local_buffer_bytes=48 << 20), SEGMENT_BYTES)
-    reader = HiddenStatesStore(replace(address_of(master), local_buffer_bytes=0))
-    store.put("a", bytes(range(100)))
+def test_store_checks_every_code(master: str) -> None:
+    store, reader = Lender(master, local_buffer_bytes=48 << 20), HiddenStatesStore(address_of(master))
+    assert store.put("a", bytes(range(100))) == 0
     memory = torch.zeros(128, dtype=torch.uint8)
     reader.register(memory)
     reader.get_into("a", (memory[:60], memory[80:120]))
@@ -197,40 +201,63 @@ def test_store_checks_every_code(master: Master) -> None:
     assert reader.exist(["a"]) == [False]
     with pytest.raises(HiddenStatesError, match="-704"):
         reader.get_into("a", (memory[:100],))
-    with pytest.raises(HiddenStatesError, match="-200"):  # larger than all memory lent
-        store.put("big", bytes(2 * SEGMENT_BYTES))
+    assert store.put("big", bytes(2 * SEGMENT_BYTES)) == -200  # larger than all memory lent
     reader.unregister(memory)
     reader.close()
     store.close()
 
 
-def test_a_full_store_refuses_instead_of_evicting(master: Master) -> None:
-    store = HiddenStatesStore(replace(address_of(master), local_buffer_bytes=SEGMENT_BYTES), SEGMENT_BYTES)
+def test_a_full_store_refuses_instead_of_evicting(master: str) -> None:
+    store, reader = Lender(master, local_buffer_bytes=SEGMENT_BYTES), HiddenStatesStore(address_of(master))
     keys = [f"full-{i}" for i in range(4)]
-    for key in keys:
-        store.put(key, bytes(SEGMENT_BYTES // 5))
-    with pytest.raises(HiddenStatesError, match="-200"):
-        store.put("one more", bytes(SEGMENT_BYTES // 3))
+    assert [store.put(key, bytes(SEGMENT_BYTES // 5)) for key in keys] == [0] * 4
+    assert store.put("one more", bytes(SEGMENT_BYTES // 3)) == -200
     time.sleep(0.5)  # eviction would be at work by now
-    assert store.exist([*keys, "one more"]) == [True] * 4 + [False]
+    assert reader.exist([*keys, "one more"]) == [True] * 4 + [False]
+    reader.close()
     store.close()
 
 
 def test_nobody_at_the_master_address_is_said_at_once() -> None:
     started = time.monotonic()
-    with pytest.raises(HiddenStatesError, match=r"hidden_states\.master_address=127\.0\.0\.1:1"):
+    with pytest.raises(StoreGoneError, match=r"hidden_states\.master_address=127\.0\.0\.1:1"):
         HiddenStatesStore(StoreAddress("127.0.0.1:1", "tcp", "", 0))
     assert time.monotonic() - started < 10
 
 
 def test_a_master_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
-    def run() -> None:
+    def run(fail: bool) -> None:
         with mooncake_master("127.0.0.1", tmp_path / "master.log") as running:
-            os.kill(running.pid, signal.SIGKILL)
-            time.sleep(0.3)
+            store = HiddenStatesStore(address_of(running))
+            kill_master(running)
+            for call in (lambda: store.exist(["a"]), lambda: store.remove("a"), lambda: store.get_error("a")):
+                with pytest.raises(StoreGoneError, match=r"Mooncake exist a: .* code -900.*expected a Mooncake master"):
+                    call()  # the later ones without waiting for the master again
+            if fail:
+                raise OSError("what the body ran into")
 
-    with pytest.raises(HiddenStatesError, match=r"(?s)ended with status -9.*Master"):
-        run()
+    with pytest.raises(HiddenStatesError, match=r"(?s)ended with status -9.*Master") as failed:
+        run(fail=True)
+    assert isinstance(failed.value.__cause__, OSError)
+    run(fail=False)  # what is finished does not fail any more
+
+
+def test_an_unreadable_error_marker_fails_its_own_sample_only() -> None:
+    class Store:
+        def exist(self, keys: list[str]) -> list[bool]:
+            return [key in ("bad:error", "good") for key in keys]
+
+        def get_error(self, key: str) -> str:
+            raise HiddenStatesError("code -704")
+
+    async def wait() -> list[object]:
+        arrivals = _Arrivals(cast("HiddenStatesStore", Store()))
+        async with asyncio.timeout(5):
+            return await asyncio.gather(arrivals.wait("bad"), arrivals.wait("good"), return_exceptions=True)
+
+    bad, good = asyncio.run(wait())
+    assert "why cannot be read: code -704" in str(bad)
+    assert good is None
 
 
 def test_a_master_dies_with_its_sigkilled_parent(tmp_path: Path) -> None:
@@ -238,16 +265,13 @@ def test_a_master_dies_with_its_sigkilled_parent(tmp_path: Path) -> None:
         "import sys, time\nfrom pathlib import Path\n"
         "from stages.hidden_states.master import mooncake_master\n"
         f"with mooncake_master('127.0.0.1', Path({str(tmp_path / 'log')!r})) as master:\n"
-        "    print(master.pid, master.metrics, flush=True); time.sleep(60)\n"
+        "    print(master, flush=True); time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert parent.stdout is not None
-    pid, metrics = parent.stdout.readline().split()
-    assert b"master_" in urlopen(metrics, timeout=5).read()
+    process = master_process(parent.stdout.readline().strip(), parent.pid)
+    assert b"master_" in urlopen(metrics_url(process), timeout=5).read()
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 5
-    while psutil.pid_exists(int(pid)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+    wait_until_dead(process)

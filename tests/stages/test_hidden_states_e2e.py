@@ -11,7 +11,7 @@ import psutil
 import pytest
 import ray
 import torch
-from hidden_states_helpers import tiny_target
+from hidden_states_helpers import master_process, tiny_target
 from transformers import AutoModelForCausalLM
 
 from stages.corpus import TokenSequence
@@ -95,7 +95,6 @@ def test_extraction_survives_its_engines(target: Target, cluster: None, tmp_path
         assert 0 < pool.agreement.mean < pool.agreement.mean_tolerance
         check_generation(pool)
         actors = ray.get([actor.ready.remote() for actor in pool.endpoint.actors])
-        everything = [p for pid in actors for p in psutil.Process(pid).children(recursive=True)]
         reader = open_reader(pool.endpoint, CONFIG, num_ranks=1)
         undisturbed = list(reader.read(batches))
         check_against_transformers(target, undisturbed[0])
@@ -115,6 +114,11 @@ def test_extraction_survives_its_engines(target: Target, cluster: None, tmp_path
         os.kill(actors[1], signal.SIGKILL)  # an actor: nothing of its engine may stay
         assert all_gone([core], within_s=10)
         reader.close()
+        again = ray.get([actor.ready.remote() for actor in pool.endpoint.actors])
+        assert not set(again) & set(actors)
+        everything = [p for pid in again for p in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
+        assert all(engine_processes(pid) for pid in again)
+        everything.append(master_process(pool.endpoint.store.master))
     assert all_gone(everything, within_s=10)
 
 

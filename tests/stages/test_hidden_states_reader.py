@@ -1,5 +1,7 @@
 """The reader, against extractors that do every kind of harm, and a real store."""
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,16 +16,19 @@ from hidden_states_helpers import (
     SEGMENT_BYTES,
     PretendExtractor,
     address_of,
+    kill_master,
     sequence,
     states_of,
+    stored_bytes,
 )
 
 from stages.corpus import TokenSequence
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.master import Master, mooncake_master
+from stages.hidden_states.master import mooncake_master
 from stages.hidden_states.pool import open_reader
 from stages.hidden_states.reader import StreamingReader
 from stages.hidden_states.samples import Endpoint
+from stages.hidden_states.store import StoreGoneError
 from stages.hidden_states.wire import HiddenBatch, HiddenStatesError
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +36,7 @@ CONFIG = HiddenStatesConfig(sample_timeout_s=2.0, attempts=3, max_set_aside_shar
 
 
 @pytest.fixture(scope="module")
-def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with mooncake_master("127.0.0.1", tmp_path_factory.mktemp("master") / "master.log") as running:
         yield running
 
@@ -67,29 +72,31 @@ SLOW = (0, 11, 32)
 
 
 @contextmanager
-def extractors(master: Master, count: int) -> Iterator[Endpoint]:
+def extractors(master: str, count: int) -> Iterator[Endpoint]:
     make = ray.remote(PretendExtractor).options(num_cpus=0, max_restarts=-1, max_concurrency=64)
     faults = FAULTS | {DIES: ["die"], DIES_LATE: ["die late"]}
-    actors = tuple(make.remote(address_of(master), faults, SLOW) for _ in range(count))
+    actors = tuple(make.remote(master, faults, SLOW) for _ in range(count))
     ray.get([actor.ready.remote() for actor in actors])
-    yield Endpoint(
-        actors=actors,
-        store=replace(address_of(master), local_buffer_bytes=0),
-        target="tiny",
-        layer_ids=LAYER_IDS,
-        hidden_size=HIDDEN_SIZE,
-        dtype="bfloat16",
-        store_bytes=count * SEGMENT_BYTES,
-        segment_bytes=SEGMENT_BYTES,
-        max_running=8 * count,
-        start_timeout_s=60.0,
-    )
-    for actor in actors:
-        ray.kill(actor)
+    try:
+        yield Endpoint(
+            actors=actors,
+            store=address_of(master),
+            target="tiny",
+            layer_ids=LAYER_IDS,
+            hidden_size=HIDDEN_SIZE,
+            dtype="bfloat16",
+            store_bytes=count * SEGMENT_BYTES,
+            segment_bytes=SEGMENT_BYTES,
+            max_running=8 * count,
+            start_timeout_s=60.0,
+        )
+    finally:
+        for actor in actors:
+            ray.kill(actor)
 
 
 @pytest.fixture(scope="module")
-def endpoint(cluster: None, master: Master) -> Iterator[Endpoint]:
+def endpoint(cluster: None, master: str) -> Iterator[Endpoint]:
     with extractors(master, count=2) as found:
         yield found
 
@@ -128,8 +135,8 @@ def test_batches_come_in_order_whatever_the_order_of_arrival(endpoint: Endpoint)
     assert all(len(ray.get(actor.log.remote())) > 8 for actor in endpoint.actors)  # both worked
 
 
-def test_every_harm_is_survived_once(endpoint: Endpoint, master: Master) -> None:
-    before = master.stored_bytes()
+def test_every_harm_is_survived_once(endpoint: Endpoint, master: str) -> None:
+    before = stored_bytes(master)
     with reading(endpoint, replace(CONFIG, sample_timeout_s=1.0)) as reader:
         read = list(reader.read([[sequence(first), sequence(first + 50)] for first in ONCE]))
     assert [len(batch.sequences) for batch in read] == [2] * len(HARM)
@@ -138,11 +145,11 @@ def test_every_harm_is_survived_once(endpoint: Endpoint, master: Master) -> None
         assert not batch.set_aside
     for first in ONCE:
         assert asked(endpoint, first) == [1, 1]  # the second try went to the other actor
-    assert master.stored_bytes() == before
+    assert stored_bytes(master) == before
 
 
-def test_what_never_gets_well_is_set_aside_by_name(endpoint: Endpoint, master: Master) -> None:
-    before = master.stored_bytes()
+def test_what_never_gets_well_is_set_aside_by_name(endpoint: Endpoint, master: str) -> None:
+    before = stored_bytes(master)
     with reading(endpoint, replace(CONFIG, sample_timeout_s=1.0)) as reader:
         read = list(reader.read([[sequence(1), sequence(first), sequence(20, 4)] for first in ALWAYS]))
     for batch, (first, harm) in zip(read, ALWAYS.items(), strict=True):
@@ -152,7 +159,7 @@ def test_what_never_gets_well_is_set_aside_by_name(endpoint: Endpoint, master: M
         assert name == f"s{first}"
         assert HARM[harm] in why
         assert sum(asked(endpoint, first)) == 3
-    assert master.stored_bytes() == before
+    assert stored_bytes(master) == before
 
 
 def test_too_many_set_aside_stop_the_read(endpoint: Endpoint) -> None:
@@ -164,16 +171,24 @@ def test_too_many_set_aside_stop_the_read(endpoint: Endpoint) -> None:
         check_batch(batch)
 
 
-def test_unread_samples_stay_within_the_budget(endpoint: Endpoint, master: Master) -> None:
+def test_unread_samples_stay_within_the_budget(endpoint: Endpoint, master: str) -> None:
     size = 64  # tokens
     assert endpoint.object_bytes(size) == 64 * 2 * 8 * 2 + 64
     window = 3 * endpoint.object_bytes(size)
-    before = peak = master.stored_bytes()
+    before, seen, done = stored_bytes(master), [0], threading.Event()
+
+    def sample() -> None:
+        while not done.is_set():
+            seen.append(stored_bytes(master))
+
+    sampling = threading.Thread(target=sample)
+    sampling.start()
     with reading(endpoint, replace(CONFIG, window_share=window / endpoint.store_bytes)) as reader:
-        for batch in reader.read([[sequence(8 * b + i, size) for i in range(8)] for b in range(4)]):
+        for batch in reader.read([[sequence(8 * b + i, size) for i in range(8)] for b in range(8)]):
             check_batch(batch)
-            peak = max(peak, master.stored_bytes())
-    assert peak - before <= window
+    done.set()
+    sampling.join()
+    assert before < max(seen) <= before + window
 
 
 def test_a_sequence_larger_than_the_budget_is_refused_before_it_is_asked_for(endpoint: Endpoint) -> None:
@@ -213,7 +228,7 @@ def test_an_endpoint_travels_to_another_process(endpoint: Endpoint) -> None:
     assert all(torch.equal(a, states_of(sequence(i).input_ids).float()) for i, a in enumerate(found, start=1))
 
 
-def test_dead_extractors_come_back_or_end_the_read(cluster: None, master: Master) -> None:
+def test_dead_extractors_come_back_or_end_the_read(cluster: None, master: str) -> None:
     # A time-out longer than the test: a death, also one after the answer, is noticed as such.
     config = replace(CONFIG, sample_timeout_s=900.0)
     with extractors(master, count=1) as endpoint, reading(endpoint, config) as reader:
@@ -226,3 +241,29 @@ def test_dead_extractors_come_back_or_end_the_read(cluster: None, master: Master
         ray.kill(endpoint.actors[0])  # for good
         with pytest.raises(HiddenStatesError, match="all 1 engines are dead"):
             list(batches)
+
+
+def test_a_dead_master_ends_the_read_at_once_and_is_named(cluster: None, tmp_path: Path) -> None:
+    killed: list[float] = []
+    set_aside: list[object] = []
+
+    def read() -> None:
+        with (
+            mooncake_master("127.0.0.1", tmp_path / "master.log") as master,
+            extractors(master, count=1) as endpoint,
+            reading(endpoint, replace(CONFIG, sample_timeout_s=900.0)) as reader,
+        ):
+            batches = reader.read([[sequence(100 * i)] for i in range(1, 9)] * 20)
+            next(batches)
+            kill_master(master)
+            killed.append(time.monotonic())
+            set_aside.extend(batch.set_aside for batch in batches if batch.set_aside)
+
+    with pytest.raises(
+        HiddenStatesError, match=r"(?s)mooncake_master ended with status -9; .*master\.log ends with"
+    ) as failed:
+        read()
+    assert isinstance(failed.value.__cause__, StoreGoneError)
+    assert "expected a Mooncake master" in str(failed.value.__cause__)
+    assert time.monotonic() - killed[0] < 30
+    assert not set_aside

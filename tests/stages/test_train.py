@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import operator
@@ -10,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +22,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from stages.artifacts import remove
 from stages.corpus import TokenSequence
 from stages.draft.checkpoint import load_draft
 from stages.draft.model import build_draft, trainable
 from stages.draft.speculate import draft_blocks
 from stages.engine.config import EngineConfig
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.wire import HiddenStatesReader
+from stages.hidden_states.wire import HiddenBatch, HiddenStatesError, HiddenStatesReader
 from stages.train import checkpoint, stage
 from stages.train.checkpoint import TrainState
 from stages.train.data import Order, usable
@@ -259,10 +261,22 @@ def test_too_many_poisoned_steps_end_the_run(tmp_path: Path, group: None) -> Non
 
 
 def test_set_aside_sequences_are_counted_by_reason(tmp_path: Path, group: None) -> None:
-    result = run_one(make_job(tmp_path, CONFIG, random_sequences(SEQUENCES, 20)), set_aside=frozenset({"s2"}))
+    job = replace(make_job(tmp_path, CONFIG, random_sequences(SEQUENCES, 20)), max_set_aside_share=0.5)
+    result = run_one(job, set_aside=frozenset({"s2"}))
     assert result["counts"]["visits_set_aside"] == result["counts"]["visits_set_aside_lost"] == 3
     assert result["counts"]["visits_trained"] == 27
     assert result["facts"]["set_aside"] == [["s2", "lost: gone for good"]] * 3
+
+
+def test_too_many_set_aside_end_the_run_also_over_a_restart(tmp_path: Path, group: None) -> None:
+    """One is allowed; the second comes after a restart, which the reader knows nothing of."""
+    job = make_job(tmp_path, replace(CONFIG, epochs=1), random_sequences(SEQUENCES, 20))  # steps of 4, 4 and 2
+    order = Order(SEQUENCES - 1, 4, 1, None, CONFIG.seed)
+    first, second = (f"s{order.batch(step)[0]}" for step in (0, 2))
+    run_one(job, set_aside=frozenset({first}))
+    remove(job.out.path / "checkpoints" / "step-00000003")
+    with pytest.raises(HiddenStatesError, match=rf"2 of 10 .*max_set_aside_share=0\.01; the last, {second}: lost"):
+        run_one(job, set_aside=frozenset({second}))
 
 
 def test_a_finished_run_only_exports_again(tmp_path: Path, group: None) -> None:
@@ -298,8 +312,8 @@ def test_draft_memorises_four_sequences(tmp_path: Path, group: None) -> None:
 
 def _checked(change: dict[str, object], tmp_path: Path, **other: object) -> None:
     job = make_job(tmp_path, replace(CONFIG, **change), random_sequences(SEQUENCES, 20))
-    arguments = {"draft": DRAFT, "engine": EngineConfig(max_model_len=64), **other}
-    stage.run(job.config, job.target, job.corpus, hidden_states=HiddenStatesConfig(), out=job.out, **arguments)
+    arguments = {"draft": DRAFT, "engine": EngineConfig(max_model_len=64), "hidden_states": HiddenStatesConfig()}
+    stage.run(job.config, job.target, job.corpus, out=job.out, **(arguments | other))
 
 
 @pytest.mark.parametrize(
@@ -313,7 +327,13 @@ def _checked(change: dict[str, object], tmp_path: Path, **other: object) -> None
             {"draft": replace(DRAFT, mask_token_id=int(random_sequences(1, 20)[0].input_ids[5]))},
             "sequence s0 contains it",
         ),
-        ({}, {"draft": replace(DRAFT, mask_token_id=None)}, "draft.mask_token_id=None"),
+        # 30 tokens of 3 layers and 64 bfloat16, and the trailer; a rank of two has half of 12000 bytes
+        (
+            {},
+            {"hidden_states": HiddenStatesConfig(segment_gib=12000 / 2**30, window_share=1.0)},
+            "object of .* to 6000",
+        ),
+        ({}, {"draft": replace(DRAFT, mask_token_id=None)}, "draft.mask_token_id: must be set"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_process(
@@ -346,6 +366,24 @@ class Poisoned:
 
     def __call__(self, num_ranks: int) -> HiddenStatesReader:
         return FakeReader(self.folder, poisoned=frozenset(f"s{i}" for i in range(SEQUENCES)))
+
+
+class Refused:
+    """Opens readers of which rank 1's finds its states gone; the other one waits for rank 1 in a collective."""
+
+    def __init__(self, target: Path, opened: Path) -> None:
+        self.target, self.opened = target, opened
+
+    def __call__(self, num_ranks: int) -> HiddenStatesReader:
+        with self.opened.open("a") as file:
+            file.write(f"{dist.get_rank()}\n")
+        return GoneReader(self.target) if dist.get_rank() == 1 else FakeReader(self.target)
+
+
+class GoneReader(FakeReader):
+    def read(self, batches: Iterable[Sequence[TokenSequence]]) -> Iterator[HiddenBatch]:
+        yield from itertools.islice(super().read(batches), 2)
+        raise HiddenStatesError("the store\nis gone")
 
 
 class Stuck:
@@ -386,6 +424,16 @@ def test_an_error_that_no_restart_helps_is_raised_as_it_is(tmp_path: Path, clust
     with pytest.raises(TrainError, match="11 steps had no finite gradient"):
         fit(job, Poisoned(job.target.folder))
     assert not (job.out.path / "result.json").exists()
+
+
+@pytest.mark.e2e
+def test_states_that_one_rank_cannot_have_end_the_run_without_a_restart(tmp_path: Path, cluster: None) -> None:
+    job = make_job(tmp_path, CONFIG, random_sequences(SEQUENCES, 20))
+    started = time.monotonic()
+    with pytest.raises(HiddenStatesError, match=r"^the store is gone$"):
+        fit(job, Refused(job.target.folder, tmp_path / "opened"))
+    assert time.monotonic() - started < 120  # rank 0 did not wait for gloo's time-out of half an hour
+    assert sorted((tmp_path / "opened").read_text().split()) == ["0", "1"]
 
 
 @pytest.mark.e2e
