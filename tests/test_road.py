@@ -35,6 +35,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
         "conf=tiny",
         f"datagen.prompts=[{folder / 'prompts.jsonl'}]",
+        "engine.num_actors=1",
         "datagen.max_new_tokens=48",
         "target.tiny.steps=150",
         "train.max_steps=12",
