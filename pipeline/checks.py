@@ -117,6 +117,12 @@ def check_workers(config: PipelineConfig) -> None:
     if config.ray.address or os.environ.get("RAY_ADDRESS"):
         return
     engine, train = config.engine, config.train
+    gpus = engine.num_actors * engine.gpus_per_actor + train.num_workers * train.gpus_per_worker
+    if gpus and not Path("/dev/nvidia0").exists():
+        raise ConfigError(
+            f"train asks for {gpus} GPUs (engine.gpus_per_actor, train.gpus_per_worker), found none here; "
+            "start it on a cluster (ray job submit, or ray.address=…)"
+        )
     have = float(os.cpu_count() or 1) if config.ray.num_cpus is None else config.ray.num_cpus
     needs = {
         "engine.num_actors x engine.cpus_per_actor + train.num_workers x train.cpus_per_worker": (
@@ -127,12 +133,6 @@ def check_workers(config: PipelineConfig) -> None:
     for keys, need in needs.items():
         if need > have:
             raise ConfigError(f"{keys} = {need:g} CPUs: found {have:g} here; lower one or set ray.num_cpus")
-    gpus = engine.num_actors * engine.gpus_per_actor + train.num_workers * train.gpus_per_worker
-    if gpus and not Path("/dev/nvidia0").exists():
-        raise ConfigError(
-            f"train asks for {gpus} GPUs (engine.gpus_per_actor, train.gpus_per_worker), found none here; "
-            "start it on a cluster (ray job submit, or ray.address=…)"
-        )
 
 
 def check_output(config: PipelineConfig, shape: TargetShape) -> None:
