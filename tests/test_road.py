@@ -7,65 +7,18 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from road_helpers import PROMPTS_PER_DOMAIN, command, config, run
 
-from pipeline.config import ROOT, PipelineConfig, load
+from pipeline.config import ROOT
 from pipeline.dag import NAMES, plan
 from stages.artifacts import Layout, file_digest
 
 pytestmark = pytest.mark.e2e
-PROMPTS_PER_DOMAIN = 12
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Arguments of a run that a test can afford: few prompts, few steps."""
-    folder = tmp_path_factory.mktemp("small")
-    lines = (ROOT / "conf/prompts/tiny.jsonl").read_text().splitlines()
-    by_domain: dict[str, list[str]] = {}
-    for line in lines:
-        by_domain.setdefault(json.loads(line)["domain"], []).append(line)
-    chosen = [line for group in by_domain.values() for line in group[:PROMPTS_PER_DOMAIN]]
-    (folder / "prompts.jsonl").write_text("\n".join(chosen) + "\n")
-    return [
-        "conf=tiny",
-        f"datagen.prompts=[{folder / 'prompts.jsonl'}]",
-        "engine.num_actors=1",
-        "datagen.max_new_tokens=48",
-        "target.tiny.steps=150",
-        "train.max_steps=12",
-        "train.checkpoint_every_steps=4",
-        "calibrate.min_records=5",
-        "evaluate.prompts_per_domain=1",
-        "evaluate.max_new_tokens=24",
-        "evaluate.min_acceptance_length=null",
-    ]
-
-
-def command(small: list[str], out: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "pipeline.run", *small, f"out={out}", *more]
-
-
-def run(small: list[str], out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(small, out, *more), capture_output=True, text=True, cwd=ROOT, timeout=400)
-
-
-def config(small: list[str], out: Path, *more: str) -> PipelineConfig:
-    return load(ROOT / "conf/tiny.yaml", [*small[1:], f"out={out}", *more])
-
-
-@pytest.fixture(scope="module")
-def road(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An output folder in which the small run has finished."""
-    out = tmp_path_factory.mktemp("road")
-    finished = run(small, out)
-    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
-    return out
 
 
 def test_release_is_whole(road: Path, small: list[str]) -> None:
