@@ -19,3 +19,4 @@ class EvaluateConfig:
     batch_sequences: int = resource(8)
     gpus: int = resource(0)
     cpus: float = resource(1.0)
+    chunk_timeout_s: float = resource(7200.0)  # four batches at most; a server that takes longer is given up

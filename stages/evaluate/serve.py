@@ -52,11 +52,15 @@ class ServedFiles:
 
 
 def serve_all(
-    specs: Mapping[Role, ServingSpec], chunks: Sequence[Chunk], files: ServedFiles, progress: Callable[[int], None]
+    specs: Mapping[Role, ServingSpec],
+    chunks: Sequence[Chunk],
+    files: ServedFiles,
+    progress: Callable[[int], None],
+    chunk_timeout_s: float,
 ) -> None:
     """Serve every chunk that has no file yet, for every role. `progress` is told the chunks done, of all roles.
 
-    Raises EngineError when a server does not start or ends.
+    Raises EngineError when a server does not start, ends, or answers no chunk for `chunk_timeout_s`.
     """
     files.folder.mkdir(parents=True, exist_ok=True)
     missing = {role: files.missing(role, chunks) for role in specs}
@@ -64,13 +68,16 @@ def serve_all(
     done = len(specs) * len(chunks) - sum(map(len, missing.values()))
     together = len(needed) > 1 and room_for(specs[needed[0]], len(needed))
     for group in [needed] if together else [[role] for role in needed]:
-        for _ in _serve_group({role: specs[role] for role in group}, missing, files):
+        for _ in _serve_group({role: specs[role] for role in group}, missing, files, chunk_timeout_s):
             done += 1
             progress(done)
 
 
 def _serve_group(
-    specs: Mapping[Role, ServingSpec], missing: Mapping[Role, list[Chunk]], files: ServedFiles
+    specs: Mapping[Role, ServingSpec],
+    missing: Mapping[Role, list[Chunk]],
+    files: ServedFiles,
+    chunk_timeout_s: float,
 ) -> Iterator[None]:
     """Servers of all roles in `specs` at once, each with one chunk in flight; yields after every chunk."""
     with ExitStack() as stack:
@@ -91,9 +98,12 @@ def _serve_group(
         for role in specs:
             submit(role)
         while flying:
-            (ready,), _ = ray.wait(list(flying), num_returns=1)
-            role, chunk = flying.pop(ready)
-            write_json(files.chunk(role, chunk), asdict(_get(ready, specs[role])))
+            answered, _ = ray.wait(list(flying), num_returns=1, timeout=chunk_timeout_s)
+            if not answered:
+                logs = ", ".join(str(specs[role].log) for role, _ in flying.values())
+                raise EngineError(f"no answer within evaluate.chunk_timeout_s={chunk_timeout_s} (log: {logs})")
+            role, chunk = flying.pop(answered[0])
+            write_json(files.chunk(role, chunk), asdict(_get(answered[0], specs[role])))
             submit(role)
             yield
 

@@ -54,7 +54,13 @@ def run(
     files = ServedFiles(out.path / WORK)
     served_total = 2 * len(chunks)
     out.events.progress("starting vLLM", 0, served_total, "chunks")
-    serve_all(specs, chunks, files, lambda done: out.events.progress("serving", done, served_total, "chunks"))
+    serve_all(
+        specs,
+        chunks,
+        files,
+        lambda done: out.events.progress("serving", done, served_total, "chunks"),
+        config.chunk_timeout_s,
+    )
 
     served: dict[Role, list[Served]] = {role: [files.read(role, chunk) for chunk in chunks] for role in specs}
     for part in served["draft"]:

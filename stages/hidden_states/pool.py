@@ -82,7 +82,7 @@ def extractor_pool(
         yield ExtractorPool(engines, endpoint, agreement)
 
 
-def open_reader(endpoint: Endpoint, config: HiddenStatesConfig, *, num_ranks: int) -> StreamingReader:
+def open_reader(endpoint: Endpoint, config: HiddenStatesConfig, num_ranks: int) -> StreamingReader:
     """A reader for one of `num_ranks` processes; close it.
 
     Raises HiddenStatesError when the store cannot be reached.

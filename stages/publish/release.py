@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from stages.artifacts import file_digest, write_whole
 from stages.draft.artifact import TEMPERATURES, Calibration, Report
@@ -54,6 +55,15 @@ def replace_folders(folder: Path, places: Iterable[str], name: str) -> None:
             after = re.sub(pattern, written(name).replace("\\", r"\\"), after)
         if after != before:
             write_whole(path, after)
+
+
+def shorten_paths(value: Any) -> Any:
+    """A JSON value in which every absolute path, as value or key, is only its last part: the rest is the maker's."""
+    if isinstance(value, dict):
+        return {shorten_paths(key): shorten_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [shorten_paths(inner) for inner in value]
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def check_release(folder: Path, evaluated_sha256: Mapping[str, str], secrets: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ from stages.draft.config import DraftConfig
 from stages.publish.card import model_card, public_name
 from stages.publish.config import PublishConfig
 from stages.publish.hub import check, upload
-from stages.publish.release import check_release, copy_inputs, replace_folders, secret_values, write_sums
+from stages.publish.release import check_release, copy_inputs, replace_folders, secret_values, shorten_paths, write_sums
 from stages.target import Target
 
 STEPS = 3
@@ -59,6 +59,8 @@ def run(
     # A target may have moved between stages, so each tells where it found it.
     places = {target.model, corpus.record.facts["target"]["model"], draft_artifact.record.facts["verifier"]}
     replace_folders(folder, places | {numbers["target"]["model"]}, public_name(target))
+    origin = folder / "provenance.json"
+    write_json(origin, shorten_paths(json.loads(origin.read_text(encoding="utf-8"))))
 
     out.events.progress("checking", 1, STEPS, "steps")
     check_release(folder, report.record.facts["draft"]["weights_sha256"], secret_values())

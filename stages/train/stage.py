@@ -17,8 +17,6 @@ from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.layout import object_bytes
 from stages.hidden_states.pool import extractor_pool, open_reader
 from stages.hidden_states.reader import misfit
-from stages.hidden_states.samples import Endpoint
-from stages.hidden_states.wire import HiddenStatesReader
 from stages.target import Target
 from stages.train.config import TrainConfig
 from stages.train.data import Order, usable
@@ -73,7 +71,7 @@ def run(
         out.events.progress("train", 0, steps, "step", "starting extractors")
         with extractor_pool(target, layer_ids, engine, hidden_states, work=work) as pool:
             job = TrainJob(config, draft, target, corpus, out, hidden_states.max_set_aside_share)
-            fit(job, partial(_open_reader, pool.endpoint, hidden_states))
+            fit(job, partial(open_reader, pool.endpoint, hidden_states))
     told = json.loads(result.read_text(encoding="utf-8"))
     facts = {
         "layer_ids": list(layer_ids),
@@ -115,7 +113,3 @@ def _check_sequences(
                 f"draft.mask_token_id={draft.mask_token_id}: sequence {sequence.id} contains it; "
                 "choose a token that never occurs"
             )
-
-
-def _open_reader(endpoint: Endpoint, config: HiddenStatesConfig, num_ranks: int) -> HiddenStatesReader:
-    return open_reader(endpoint, config, num_ranks=num_ranks)

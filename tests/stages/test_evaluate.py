@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from stages.draft.artifact import Calibration, Report
 from stages.draft.checkpoint import export_draft, load_draft
 from stages.draft.speculate import draft_blocks
 from stages.engine.config import EngineConfig
-from stages.engine.serving import ServedAnswer, SpeculationCounters, serving, serving_spec, stop_token_ids
+from stages.engine.requests import EngineError
+from stages.engine.serving import ServedAnswer, ServingSpec, SpeculationCounters, serving, serving_spec, stop_token_ids
 from stages.evaluate import stage
 from stages.evaluate.acceptance import bootstrap_lengths, describe, macro, pooled
 from stages.evaluate.compare import check_counts, check_text
@@ -218,6 +220,33 @@ def test_draft_served_by_vllm(
     assert {path.name for path in report.path.iterdir()} == {
         "record.json", "report.json", "report.md", "acceptance.png", "positions.png",
     }  # fmt: skip
+
+
+@contextmanager
+def hung(spec: ServingSpec) -> Iterator[object]:
+    class Hung:  # local, so that Ray sends the class itself
+        def describe(self) -> dict[str, str]:
+            return {}
+
+        def serve(self, prompts: object) -> None:
+            time.sleep(600)
+
+    actor = ray.remote(num_cpus=0)(Hung).remote()
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.mark.e2e
+def test_server_that_hangs_is_given_up(
+    cluster: None, served: tuple[Target, Corpus, Calibration], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.evaluate.serve.serving", hung)
+    config = replace(CONFIG, chunk_timeout_s=0.5)
+    with (
+        Workspace(tmp_path / "report", "r").locked() as out,
+        pytest.raises(EngineError, match=r"no answer within evaluate\.chunk_timeout_s=0\.5 \(log: .*draft\.log"),
+    ):
+        stage.run(config, *served, draft=MARKOV_DRAFT, engine=ENGINE, out=out)
 
 
 @pytest.mark.e2e

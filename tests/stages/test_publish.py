@@ -169,6 +169,16 @@ def test_release_does_not_tell_where_the_target_lay(built: bool, name: str, made
     assert subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=folder, check=False).returncode == 0
 
 
+def test_provenance_names_files_but_not_where_they_lay(made: tuple, tmp_path: Path) -> None:
+    made[1].record.facts["prompts"] = {"/home/me/my prompts/a.jsonl": "1f"}
+    folder = publish(made, tmp_path / "release", told={"datagen": {"prompts": ["/home/me/my prompts"]}}).folder
+    text = (folder / "provenance.json").read_text()
+    assert "/home/me" not in text
+    told = json.loads(text)
+    assert told["told"]["datagen"]["prompts"] == ["my prompts"]
+    assert told["artifacts"]["Corpus"]["facts"]["prompts"] == {"a.jsonl": "1f"}
+
+
 def test_weights_that_were_not_evaluated_are_refused(made: tuple, tmp_path: Path) -> None:
     weights = made[3].checkpoint / "model.safetensors"
     tensors = load_file(weights)
