@@ -10,7 +10,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from road_helpers import PROMPTS_PER_DOMAIN, command, config, run
 
@@ -72,9 +71,7 @@ def test_killed_driver_resumes_to_the_same_weights(road: Path, small: list[str],
             assert driver.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        family = psutil.Process(driver.pid).children(recursive=True)
         os.kill(driver.pid, signal.SIGKILL)
-    psutil.wait_procs(family, timeout=60)
 
     resumed = run(small, tmp_path, "stages=train")
     assert resumed.returncode == 0, resumed.stderr[-3000:]
