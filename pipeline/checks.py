@@ -7,27 +7,34 @@ file.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
-from pipeline.config import ConfigError, PipelineConfig
+from pipeline.bounds import check_bounds
+from pipeline.config import ConfigError, PipelineConfig, flat
 from stages.datagen.prompts import check as check_prompts
 from stages.draft.config import check_draft
 from stages.engine.args import check_engine
 from stages.publish.hub import check as check_publish
 from stages.target import TargetShape, known_shape
+from stages.tracking import check_tracking
 
 GIB = 1 << 30
 
 
 def check(config: PipelineConfig) -> None:
     """Run all checks. Raises ConfigError for the first one that fails."""
+    if not re.fullmatch(r"[\w][\w.-]*", config.name):
+        raise ConfigError(f"name={config.name}: expected letters, digits, dots, dashes: it begins the runs' folders")
     try:
+        check_bounds(flat(config))
         shape = known_shape(config.target)
         check_draft(config.draft, shape)
         check_engine(config.engine)
         check_prompts(config.datagen)
         check_publish(config.publish)
+        check_tracking(config.tracking)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     check_lengths(config, shape)
@@ -60,51 +67,17 @@ def check_lengths(config: PipelineConfig, shape: TargetShape) -> None:
 
 
 def check_sizes(config: PipelineConfig) -> None:
-    """Numbers that only make sense inside a range."""
-    positive = {
-        "train.epochs": config.train.epochs,
-        "train.batch_sequences": config.train.batch_sequences,
-        "train.anchors_per_sequence": config.train.anchors_per_sequence,
-        "train.lr": config.train.lr,
-        "train.decay_gamma": config.train.decay_gamma,
-        "train.clip_norm": config.train.clip_norm,
-        "train.num_workers": config.train.num_workers,
-        "train.validate_every_steps": config.train.validate_every_steps,
-        "train.checkpoint_every_steps": config.train.checkpoint_every_steps,
-        "train.keep_checkpoints": config.train.keep_checkpoints,
-        "evaluate.prompts_per_domain": config.evaluate.prompts_per_domain,
-        "evaluate.max_new_tokens": config.evaluate.max_new_tokens,
-        "evaluate.batch_sequences": config.evaluate.batch_sequences,
-        "evaluate.bootstrap_samples": config.evaluate.bootstrap_samples,
-        "calibrate.temperature_min": config.calibrate.temperature_min,
-        "calibrate.temperature_steps": config.calibrate.temperature_steps,
-        "calibrate.max_anchors_per_sequence": config.calibrate.max_anchors_per_sequence,
-        "calibrate.bins": config.calibrate.bins,
-        "hidden_states.segment_gib": config.hidden_states.segment_gib,
-        "hidden_states.attempts": config.hidden_states.attempts,
-    }
-    if config.train.max_steps is not None:
-        positive["train.max_steps"] = config.train.max_steps
-    for key, value in positive.items():
-        if not value > 0:
-            raise ConfigError(f"{key}={value}: expected more than 0")
-    if config.hidden_states.segment_gib < 1 / 64:
-        raise ConfigError(f"hidden_states.segment_gib={config.hidden_states.segment_gib}: Mooncake wants 1/64 at least")
-    shares = {
-        "train.warmup_share": config.train.warmup_share,
-        "hidden_states.window_share": config.hidden_states.window_share,
-        "hidden_states.max_set_aside_share": config.hidden_states.max_set_aside_share,
-        "calibrate.fit_share": config.calibrate.fit_share,
-    }
-    for key, value in shares.items():
-        if not 0 <= value <= 1:
-            raise ConfigError(f"{key}={value}: expected a share from 0 to 1")
+    """Numbers that only make sense together."""
     if config.datagen.temperature and config.draft.confidence_head:
         raise ConfigError(
             f"datagen.temperature={config.datagen.temperature}: calibrate counts acceptance against greedy answers and "
             "needs 0; or set draft.confidence_head=false draft.confidence_with_markov=false"
         )
-    train = config.train
+    train, calibrate = config.train, config.calibrate
+    if not train.ce_weight + train.l1_weight:
+        raise ConfigError("train.ce_weight=0 with train.l1_weight=0: expected one above 0, or nothing is learnt")
+    if calibrate.temperature_min == calibrate.temperature_max:
+        raise ConfigError(f"calibrate.temperature_min={calibrate.temperature_min}: expected less than temperature_max")
     if train.batch_sequences < train.num_workers:
         raise ConfigError(
             f"train.batch_sequences={train.batch_sequences}: expected at least one for each of "
@@ -116,19 +89,23 @@ def check_workers(config: PipelineConfig) -> None:
     """A cluster of this process must hold the widest stage, or Ray would wait for ever."""
     if config.ray.address or os.environ.get("RAY_ADDRESS"):
         return
-    engine, train = config.engine, config.train
-    gpus = engine.num_actors * engine.gpus_per_actor + train.num_workers * train.gpus_per_worker
-    if gpus and not Path("/dev/nvidia0").exists():
+    engine, train, evaluate = config.engine, config.train, config.evaluate
+    asked = {
+        "engine.gpus_per_actor": engine.num_actors * engine.gpus_per_actor,
+        "train.gpus_per_worker": train.num_workers * train.gpus_per_worker,
+        "evaluate.gpus": evaluate.gpus,
+    }
+    if any(asked.values()) and not Path("/dev/nvidia0").exists():
+        told = ", ".join(f"{gpus} by {key}" for key, gpus in asked.items() if gpus)
         raise ConfigError(
-            f"train asks for {gpus} GPUs (engine.gpus_per_actor, train.gpus_per_worker), found none here; "
-            "start it on a cluster (ray job submit, or ray.address=…)"
+            f"GPUs are asked for ({told}), found none here; start it on a cluster (ray job submit, or ray.address=…)"
         )
     have = float(os.cpu_count() or 1) if config.ray.num_cpus is None else config.ray.num_cpus
     needs = {
         "engine.num_actors x engine.cpus_per_actor + train.num_workers x train.cpus_per_worker": (
             engine.num_actors * engine.cpus_per_actor + train.num_workers * train.cpus_per_worker
         ),
-        "evaluate.cpus": config.evaluate.cpus,
+        "evaluate.cpus": evaluate.cpus,
     }
     for keys, need in needs.items():
         if need > have:

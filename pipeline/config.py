@@ -7,6 +7,8 @@ put together.
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,10 @@ from stages.target import TargetConfig
 from stages.tracking import TrackingConfig
 from stages.train.config import TrainConfig
 
+# OmegaConf, YAML, a file that is no text, a list where a mapping belongs, a file that cannot be opened.
+_UNREADABLE = (OmegaConfBaseException, YAMLError, UnicodeDecodeError, TypeError, OSError)
+SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
+SHORTEST_SECRET = 6  # characters; shorter values occur in ordinary text
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONF = "tiny"
 
@@ -81,6 +87,9 @@ def parse(args: Sequence[str]) -> Request:
         if not equals:
             raise ConfigError(f"argument {arg!r}: expected key=value (see --help)")
         if key in ("conf", "run", "stages"):
+            if key in known or not value:
+                found = f"{known[key]!r} and {value!r}" if key in known else "nothing"
+                raise ConfigError(f"{key}=: expected one value, found {found} (see --help)")
             known[key] = value
         else:
             overrides.append(arg)
@@ -106,17 +115,34 @@ def load(source: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     schema = OmegaConf.structured(PipelineConfig)
     try:
         merged = OmegaConf.merge(schema, OmegaConf.load(source))
-    except (OmegaConfBaseException, YAMLError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"{source}: {_first_line(error)}") from error
     for override in overrides:
         try:
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([override]))
-        except (OmegaConfBaseException, YAMLError) as error:
+        except _UNREADABLE as error:
             raise ConfigError(f"{override}: {_first_line(error)}") from error
     try:
-        return OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
+        config = OmegaConf.to_object(merged)
+        values = flat(config)
+    except _UNREADABLE as error:
         raise ConfigError(f"{source}: {_first_line(error)}") from error
+    for key, value in values.items():
+        if (told := str(value)) != without_secrets(told):
+            raise ConfigError(
+                f"{key}: expected no secret, since the config is stored, tracked and published, found the value of "
+                f"{without_secrets(told).strip('<>')}; whoever needs it reads the environment itself"
+            )
+    assert isinstance(config, PipelineConfig)
+    return config
+
+
+def without_secrets(text: str) -> str:
+    """`text` with the values of environment variables that hold secrets, by their names, replaced by `<NAME>`."""
+    for name, value in os.environ.items():
+        if SECRET_NAMES.search(name) and len(value) >= SHORTEST_SECRET:
+            text = text.replace(value, f"<{name}>")
+    return text
 
 
 def to_yaml(config: PipelineConfig) -> str:
@@ -145,7 +171,7 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in without_secrets(str(error)).splitlines() if line.strip()]
     keys = [line for line in lines if line.startswith("full_key:")]
     named = f" ({keys[0].removeprefix('full_key:').strip()})" if keys else ""
     return lines[0] + named

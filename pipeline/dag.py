@@ -106,13 +106,16 @@ NAMES: tuple[str, ...] = tuple(stage.name for stage in STAGES)
 
 
 def typed(artifacts: Mapping[str, Artifact]) -> Inputs:
-    """The same artifacts as objects of their own classes."""
+    """The same artifacts as objects of their own classes. Raises ArtifactError when a file of one was changed."""
     from stages.corpus import Corpus
     from stages.draft.artifact import Calibration, Draft, Release, Report
     from stages.target import Target
 
     kinds: dict[str, type[Artifact]] = {k.__name__: k for k in (Target, Corpus, Draft, Calibration, Report, Release)}
-    return cast(Inputs, {name: kinds[a.record.kind].load(a.path) for name, a in artifacts.items()})
+    loaded = {name: kinds[a.record.kind].load(a.path) for name, a in artifacts.items()}
+    for artifact in loaded.values():
+        artifact.check_files(contents=True)
+    return cast(Inputs, loaded)
 
 
 def layers(config: PipelineConfig, inputs: Inputs) -> tuple[int, ...]:
@@ -149,11 +152,15 @@ def plan(config: PipelineConfig) -> dict[str, Node]:
         identity = digest([stage.name, stage.version, told, inputs])
         final = layout.artifact(stage.name, identity)
         workspace = Workspace(final, identity, stage.version, told, inputs)
-        complete, reason = _state(stage, workspace, layout)
-        if complete and stage.name == "target" and not is_current(Artifact.open(final), config.target):
-            complete, reason = False, f"the same target now lies at {config.target.path}"
+        complete, reason = _state(stage, workspace, layout, config)
         nodes[stage.name] = Node(stage, workspace, complete, reason)
     return nodes
+
+
+def finished(node: Node, config: PipelineConfig) -> Artifact | None:
+    """The node's artifact if it is complete by now: another run may have made it since `plan`."""
+    complete, _ = _state(node.stage, node.workspace, Layout(Path(config.out).resolve()), config)
+    return Artifact.open(node.workspace.final) if complete else None
 
 
 def _told(config: PipelineConfig, section: str) -> Any:
@@ -166,14 +173,19 @@ def _told(config: PipelineConfig, section: str) -> Any:
     return values
 
 
-def _state(stage: Stage, workspace: Workspace, layout: Layout) -> tuple[bool, str]:
+def _state(stage: Stage, workspace: Workspace, layout: Layout, config: PipelineConfig) -> tuple[bool, str]:
+    """Whether the artifact is there, whole, and why it has to be made if not."""
     if workspace.final.exists():
         try:
-            record = Record.read(workspace.final)
+            found = Artifact.open(workspace.final)
+            found.check_files(contents=False)
         except ArtifactError as error:
-            return False, f"unreadable: {error}"
-        if record.kind == stage.kind:
-            return True, f"complete since {record.created}"
+            return False, f"damaged: {error}"
+        if (found.record.kind, found.identity) != (stage.kind, workspace.identity):
+            return False, f"damaged: {workspace.final} holds the {found.record.kind} {found.identity}"
+        if stage.name == "target" and not is_current(found, config.target):
+            return False, f"the same target now lies at {config.target.path}"
+        return True, f"complete since {found.record.created}"
     if workspace.path.exists():
         return False, "was interrupted; continues"
     for other in layout.others(stage.name, workspace.identity):

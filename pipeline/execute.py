@@ -7,25 +7,30 @@ ends everything it started, whatever happens. It computes nothing.
 from __future__ import annotations
 
 import os
-import signal
-import threading
+import shutil
+import socket
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, Self
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from pipeline.config import PipelineConfig, RayConfig
 from pipeline.console import Console
-from pipeline.dag import Node, stage_params, typed
-from stages.artifacts import Artifact
+from pipeline.dag import Node, finished, stage_params, typed
+from pipeline.signals import StopFlag, Stopped
+from stages.artifacts import Artifact, remove
 from stages.tracking import STOPPED, Tracker
 
 POLL_S = 0.25
 CANCEL_S = 5.0
+CONNECT_S = 10.0
+LONGEST_CAUSE = 600  # characters
 
 
 class StageFailed(RuntimeError):
@@ -36,64 +41,63 @@ class StageFailed(RuntimeError):
         self.stage = stage
 
 
-class Stopped(BaseException):
-    """SIGINT or SIGTERM reached the driver."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
+class ClusterError(RuntimeError):
+    """No Ray cluster could be had."""
 
 
 @contextmanager
-def cluster(config: RayConfig) -> Iterator[StopFlag]:
-    """Join the cluster that is asked for, or own one for as long as this lasts."""
+def cluster(config: RayConfig) -> Iterator[None]:
+    """Join the cluster that is asked for, or own one for as long as this lasts.
+
+    Raises ClusterError, naming the address, when there is none.
+    """
     address = config.address or os.environ.get("RAY_ADDRESS") or "local"
     own: dict[str, Any] = {}
     if address == "local":
         own = {"num_cpus": config.num_cpus or os.cpu_count(), "include_dashboard": True, "dashboard_host": "127.0.0.1"}
     # Ray Train notices dead ranks and takes reports by polling; its default of 2 s is slow and loses steps.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-    ray.init(address=address, log_to_driver=False, configure_logging=False, **own)
+    _probe(address)
+    # In a thread of its own: ray.init would replace the handlers of signals, and one that comes meanwhile would
+    # raise inside compiled code.
+    with ThreadPoolExecutor(1, thread_name_prefix="ray.init") as starting:
+        init = partial(ray.init, address=address, log_to_driver=False, configure_logging=False, **own)
+        try:
+            starting.submit(init).result()
+        except (OSError, RuntimeError, ValueError) as error:  # what Ray raises: ConnectionError, RaySystemError, …
+            raise ClusterError(f"ray.address={address}: Ray did not start: {short(error)}") from error
     try:
-        with StopFlag() as stop:  # after ray.init, which sets its own handlers
-            yield stop
+        yield
     finally:
         ray.shutdown()
 
 
-class StopFlag:
-    """Remembers the first SIGINT or SIGTERM; more of them do not disturb the clean-up.
+def _probe(address: str) -> None:
+    """Raise ClusterError when nobody listens at host:port; Ray itself would try for many minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise ClusterError(f"ray.address={address}: expected a Ray cluster (or RAY_ADDRESS), found {error}") from error
 
-    A handler that raised would do so inside Ray's compiled code, which turns it into a SystemError.
-    """
 
-    def __init__(self) -> None:
-        self._signum: int | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {name: signal.signal(name, self._set) for name in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, handler in self._before.items():
-            signal.signal(name, handler)
-
-    def _set(self, signum: int, frame: FrameType | None) -> None:
-        self._signum = self._signum or signum
-
-    def check(self) -> None:
-        """Raise Stopped once a signal has come."""
-        if self._signum is not None:
-            raise Stopped(self._signum)
+def short(error: BaseException) -> str:
+    """The beginning of an error's message on one line; Ray's go on for pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines) or type(error).__name__
+    return text if len(text) <= LONGEST_CAUSE else text[:LONGEST_CAUSE] + " …"
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def run_stage(config: PipelineConfig, node: Node, names: tuple[str, ...], *inputs: Artifact) -> Artifact:
     """One stage as a Ray task. Holds no CPU: what it starts asks for its own."""
     with node.workspace.locked() as out:
-        made = node.stage.run(config, typed(dict(zip(names, inputs, strict=True))), out)
+        if (made := finished(node, config)) is None:
+            made = node.stage.run(config, typed(dict(zip(names, inputs, strict=True))), out)
+        else:
+            remove(out.path)
     return Artifact(made.path, made.record)  # the driver needs no stage's classes
 
 
@@ -113,6 +117,7 @@ class Execution:
 
         Raises StageFailed with the cause of the first failure, or Stopped.
         """
+        self.stop.check()
         artifacts: dict[str, Artifact] = {}
         tasks: dict[str, ray.ObjectRef] = {}
         for name, node in self.nodes.items():
@@ -146,13 +151,22 @@ class Execution:
             raise
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
-            failure = StageFailed(name, str(cause).strip() or type(cause).__name__)
+            failure = StageFailed(name, self._full_disk(cause) or short(cause))
             self.tracker.failed(name, str(failure))
             self.console.fail(name, str(error))
             raise failure from error
         self.tracker.finished(name, artifact)
         self.console.made(name, artifact.record)
         return artifact
+
+    def _full_disk(self, cause: BaseException) -> str | None:
+        """What to say when the cause is a full disk, of which libraries tell in many ways."""
+        told = f"{cause}".lower()
+        if not any(words in told for words in ("no space left", "disk is full", "disk quota exceeded")):
+            return None
+        out = Path(self.config.out).resolve()
+        free_mib = shutil.disk_usage(out).free / 2**20
+        return f"{out}: its disk is full ({free_mib:.0f} MiB free); free some and give the same command again"
 
 
 def _cancel(tasks: list[ray.ObjectRef]) -> None:

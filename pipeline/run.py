@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,17 @@ from pipeline import checks
 from pipeline.config import DEFAULT_CONF, ConfigError, PipelineConfig, Request, conf_path, flat, load, parse, to_yaml
 from pipeline.console import Console, summary, table
 from pipeline.dag import NAMES, Node, plan
-from stages.artifacts import Artifact, Layout, code_version, write_json, write_whole
+from pipeline.signals import StopFlag, Stopped
+from stages.artifacts import Artifact, ArtifactError, Layout, code_version, read_json, write_json, write_whole
 from stages.tracking import Tracker
 
-MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED", "running": "KILLED"}
+MLFLOW_STATUS = {
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    "killed": "KILLED",
+    "running": "KILLED",
+    "unreadable": "KILLED",
+}
 
 HELP = """\
 usage: python -m pipeline.run [conf=NAME | run=ID] [stages=A,B] [section.key=value ...]
@@ -48,6 +56,9 @@ A run that was killed in any way goes on where it was when the same command is g
 
 def main(args: Sequence[str]) -> int:
     """Exit status: 0 done, 1 a stage failed, 2 refused before the start, 128 + n stopped by signal n."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no arrows must not end a run
     if any(arg in ("-h", "--help", "help") for arg in args):
         print(HELP, end="")
         return 0
@@ -57,10 +68,10 @@ def main(args: Sequence[str]) -> int:
         checks.check(config)
         nodes = plan(config)
         selected = select(request, nodes)
+        return drive(config, run_id, nodes, selected)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return drive(config, run_id, nodes, selected)
 
 
 def resolve(request: Request) -> tuple[PipelineConfig, str]:
@@ -103,9 +114,9 @@ def drive(config: PipelineConfig, run_id: str, nodes: dict[str, Node], selected:
     console = Console()
     console.say(f"run        {run_id}  ({'nothing to make' if not todo else 'to make: ' + ', '.join(todo)})")
     tracker = tracker_for(config, run_id)
-    with _recorded(config, run_id, nodes, todo) as record:
+    with StopFlag() as stop, _recorded(config, run_id, nodes, todo) as record:
         if todo:
-            artifacts = _make(config, nodes, selected, console, tracker, record)
+            artifacts = _make(config, nodes, selected, console, tracker, stop, record)
         else:
             artifacts = {name: Artifact.open(node.workspace.final) for name, node in nodes.items() if node.complete}
             record |= {"status": "finished", "code": 0}
@@ -126,23 +137,22 @@ def _make(
     selected: Sequence[str],
     console: Console,
     tracker: Tracker,
+    stop: StopFlag,
     record: dict[str, Any],
 ) -> dict[str, Artifact]:
     """Make what is to be made; `record` gets status, exit code, and why when it is not 0."""
-    from pipeline.execute import Execution, StageFailed, Stopped, cluster
+    from pipeline.execute import ClusterError, Execution, StageFailed, cluster
 
     tracker.start()
     try:
-        with cluster(config.ray) as stop:
+        with cluster(config.ray):
             artifacts = Execution(config, nodes, selected, console, tracker, stop).run()
         record |= {"status": "finished", "code": 0}
         return artifacts
-    except StageFailed as error:
+    except (ClusterError, StageFailed) as error:
         record |= {"status": "failed", "code": 1, "why": f"error: {' '.join(str(error).split())}"}
     except Stopped as error:
         record |= {"status": "killed", "code": 128 + error.signum, "why": f"stopped by {error}"}
-    except ConnectionError as error:
-        record |= {"status": "failed", "code": 1, "why": f"error: ray.address={config.ray.address}: {error}"}
     finally:
         console.close()
         record["undelivered"] = tracker.close(MLFLOW_STATUS[record["status"]])
@@ -154,8 +164,12 @@ def _make(
 def _recorded(config: PipelineConfig, run_id: str, nodes: dict[str, Node], todo: list[str]) -> Iterator[dict[str, Any]]:
     """Keep `config.yaml` and `run.json` of a run; the latter is final whatever happens inside."""
     folder = Layout(Path(config.out).resolve()).run(run_id)
-    folder.mkdir(parents=True, exist_ok=True)
-    before = json.loads((folder / "run.json").read_text(encoding="utf-8")) if (folder / "run.json").exists() else {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "config.yaml", to_yaml(config))
+    except OSError as error:
+        raise ConfigError(f"out={config.out}: expected to write {folder}, found {error}") from error
+    before = read_run(folder) if (folder / "run.json").exists() else {}
     began = time.monotonic()
     record: dict[str, Any] = {
         "run": run_id,
@@ -167,13 +181,26 @@ def _recorded(config: PipelineConfig, run_id: str, nodes: dict[str, Node], todo:
         "pid": os.getpid(),
         "host": socket.gethostname(),
     }
-    write_whole(folder / "config.yaml", to_yaml(config))
     write_json(folder / "run.json", record)
     record |= {"status": "failed", "code": 1}  # unless proven otherwise
     try:
         yield record
     finally:
-        write_json(folder / "run.json", {**record, "seconds": round(time.monotonic() - began, 1)})
+        try:
+            write_json(folder / "run.json", {**record, "seconds": round(time.monotonic() - began, 1)})
+        except OSError as error:  # a full disk: how the run ended is on the terminal
+            print(f"warning: {folder / 'run.json'} still says running: {error}", file=sys.stderr)
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What `run.json` tells of a run; a file that is damaged tells only that."""
+    try:
+        told = read_json(folder / "run.json")
+        if isinstance(told, dict) and {"run", "status", "made"} <= told.keys():
+            return told
+    except ArtifactError:
+        pass
+    return {"run": folder.name, "status": "unreadable", "made": list(NAMES)}
 
 
 def tracker_for(config: PipelineConfig, run_id: str) -> Tracker:

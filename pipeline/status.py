@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pipeline.config import ConfigError, parse
 from pipeline.console import headline, table
 from pipeline.dag import plan
-from pipeline.run import resolve
+from pipeline.run import read_run, resolve
 from stages.artifacts import Layout, Record
 
 HELP = """\
@@ -50,7 +48,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _run_row(path: Path) -> list[str]:
-    run: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    run = read_run(path)
     status = str(run["status"])
     if status == "running" and run["host"] == socket.gethostname() and not _alive(int(run["pid"])):
         status = "killed"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config import ConfigError, parse
 from pipeline.dag import plan, stage_params
-from pipeline.run import MLFLOW_STATUS, resolve, tracker_for
+from pipeline.run import MLFLOW_STATUS, read_run, resolve, tracker_for
 from stages.artifacts import Artifact, Layout
 
 HELP = """\
@@ -35,7 +34,7 @@ def main(args: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     layout = Layout(Path(config.out).resolve())
-    run = json.loads((layout.run(run_id) / "run.json").read_text(encoding="utf-8"))
+    run = read_run(layout.run(run_id))
     tracker = tracker_for(config, run_id)
     tracker.start()
     for name, node in plan(config).items():

@@ -2,7 +2,8 @@
 
 An artifact is a folder whose `record.json` was written last. While a stage works, the folder is
 called `<name>.partial`; `Workspace.commit` writes the record and renames it, so whoever finds
-`<name>` finds all of it. This module makes every path under an output root and knows no stage.
+`<name>` finds all of it. The record lists every file with its size and digest: what was lost or changed
+later is found before it is used. This module makes every path under an output root and knows no stage.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -64,6 +65,14 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def read_json(path: Path) -> Any:
+    """The value in a JSON file. Raises ArtifactError naming the file when there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path}: expected JSON, found {error}") from error
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that a reader sees the old content or all of the new."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -84,7 +93,8 @@ class Record:
     """What `record.json` says of an artifact.
 
     `counts` are whole numbers of things (samples, rounds), `metrics` carry their unit in the key,
-    `facts` are whatever the kind needs to be read again (files, layer ids, digests).
+    `facts` are whatever the kind needs to be read again (layer ids, sampling parameters). `files` are
+    [bytes, SHA-256] by path inside the artifact.
     """
 
     kind: str
@@ -98,14 +108,19 @@ class Record:
     code_version: str
     created: str
     seconds: float
+    files: dict[str, list[Any]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Record:
         """Raises ArtifactError when there is no readable record in folder `path`."""
         try:
-            return cls(**json.loads((path / RECORD).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+            record = cls(**read_json(path / RECORD))
+        except TypeError as error:
             raise ArtifactError(f"{path / RECORD}: expected a complete artifact's record, found {error}") from error
+        for name in ("config", "inputs", "counts", "metrics", "facts", "files"):
+            if not isinstance(found := getattr(record, name), dict):
+                raise ArtifactError(f"{path / RECORD}: {name}: expected an object, found {found!r}")
+        return record
 
 
 @dataclass(frozen=True)
@@ -127,6 +142,23 @@ class Artifact:
     def open(cls, path: Path) -> Artifact:
         """Open a finished artifact of any kind, as a plain Artifact."""
         return Artifact(path, Record.read(path))
+
+    def check_files(self, *, contents: bool) -> None:
+        """Raise ArtifactError for the first file of the record that is missing or has another size.
+
+        With `contents` also for one with another digest, which reads everything.
+        """
+        for name, (size_bytes, sha256) in self.record.files.items():
+            path = self.path / name
+            found = path.stat().st_size if path.is_file() else None
+            if found != size_bytes:
+                told = "no such file" if found is None else f"{found}"
+                raise ArtifactError(f"{path}: expected {size_bytes} bytes, found {told}")
+            if contents and (digest_now := file_digest(path)) != sha256:
+                raise ArtifactError(
+                    f"{path}: changed since it was made: expected SHA-256 {sha256[:16]}…, found {digest_now[:16]}…; "
+                    "delete the artifact's folder to have it made again"
+                )
 
     @property
     def identity(self) -> str:
@@ -188,8 +220,11 @@ class Workspace:
         """Write the record, make the folder visible, then remove the working files named in `drop`.
 
         In this order: a process that is killed in between leaves rubbish behind, but never takes away
-        what a resumed stage would need.
+        what a resumed stage would need. Hidden files are the remains of killed writers and go first.
         """
+        self.events.finish()
+        for path in self.path.rglob(".*"):
+            remove(path)
         record = Record(
             kind=kind.__name__,
             identity=self.identity,
@@ -202,14 +237,25 @@ class Workspace:
             code_version=code_version(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - self.started, 3),
+            files=_listed(self.path, {*drop, RECORD}),
         )
-        self.events.finish()
         write_json(self.path / RECORD, dataclasses.asdict(record))
         remove(self.final)
         self.path.rename(self.final)
         for name in drop:
             remove(self.final / name)
         return kind.load(self.final)
+
+
+def _listed(folder: Path, but: Set[str]) -> dict[str, list[Any]]:
+    """[bytes, SHA-256] of every file in `folder`, without the entries named in `but`."""
+    parts = [path for path in sorted(folder.iterdir()) if path.name not in but]
+    files = [file for part in parts for file in (sorted(part.rglob("*")) if part.is_dir() else [part])]
+    return {
+        file.relative_to(folder).as_posix(): [file.stat().st_size, file_digest(file)]
+        for file in files
+        if file.is_file()
+    }
 
 
 def remove(path: Path) -> None:

@@ -62,7 +62,9 @@ class Corpus(Artifact):
     """Conversations that a target wrote, with the provenance in the record."""
 
     def files(self, split: Split) -> list[Path]:
-        return sorted(self.path.glob(f"{split}-*.parquet"))
+        """The split's shards; where the record lists files, those alone: what came later is not part of the corpus."""
+        listed = self.record.files
+        return [path for path in sorted(self.path.glob(f"{split}-*.parquet")) if not listed or path.name in listed]
 
     def sequences(self, split: Split) -> list[TokenSequence]:
         """All conversations of a split, in the corpus' order."""

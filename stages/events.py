@@ -10,7 +10,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,10 +60,10 @@ class Events:
         beside.replace(self.path / PROGRESS)
 
     def read_progress(self) -> Progress | None:
-        """The last progress said, or None before the first."""
+        """The last progress said, or None before the first (or when a full disk cut it)."""
         try:
             return Progress(*json.loads((self.path / PROGRESS).read_text(encoding="utf-8")))
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, TypeError):
             return None
 
     def finish(self) -> None:
@@ -70,8 +71,28 @@ class Events:
         (self.path / PROGRESS).unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class Row:
+    """One line of the metrics file."""
+
+    step: int
+    time_s: float
+    values: Mapping[str, float | None]
+
+
+def read_rows(file: Path) -> Iterator[Row]:
+    """The rows of a metrics file. A line that is none is named in a warning and left out; a torn last one is not."""
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is still being written
+        try:
+            told = json.loads(line)
+            yield Row(int(told["step"]), float(told["time_s"]), dict(told["values"]))
+        except (ValueError, TypeError, LookupError) as error:
+            warnings.warn(f"{file}, line {number}: expected a row of metrics, found {error!r}; left out", stacklevel=2)
+
+
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError):  # the torn last line of a killed process
+    except (ValueError, LookupError, TypeError):  # the torn last line of a killed process
         return math.inf

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from stages.artifacts import Artifact, Workspace, file_digest, resource
 from stages.tiny_target.config import TinyTargetConfig
@@ -219,11 +219,13 @@ def prepare(config: TargetConfig, *, out: Workspace) -> Target:
 def shape_of(config: dict[str, Any]) -> TargetShape:
     """The shape told by a `config.json`, looking into `text_config` for multimodal models."""
     text = config.get("text_config", config)
+    names = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
+    for name in names:
+        if type(text[name]) is not int or text[name] < 1:
+            raise ValueError(f"{name}={text[name]!r}: expected a number of at least 1")
+    num_layers, hidden_size, vocab_size, max_positions = (text[name] for name in names)
     return TargetShape(
-        num_layers=text["num_hidden_layers"],
-        hidden_size=text["hidden_size"],
-        vocab_size=text["vocab_size"],
-        max_positions=text["max_position_embeddings"],
+        num_layers=num_layers, hidden_size=hidden_size, vocab_size=vocab_size, max_positions=max_positions
     )
 
 
@@ -237,13 +239,29 @@ def read_folder(folder: Path) -> TargetShape:
     for names, what in ((TOKENIZER_FILES, "tokenizer"), (WEIGHT_FILES, "safetensors weights")):
         if not any((folder / name).is_file() for name in names):
             raise ValueError(f"target.path={folder}: expected {what} ({' or '.join(names)}), found none")
+    _check_weights(folder)
     try:
         return shape_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{folder / 'config.json'}: expected a model config with layers, hidden size, vocabulary and positions, "
             f"found {error!r}"
         ) from error
+
+
+def _check_weights(folder: Path) -> None:
+    """Raise ValueError for the first weights file that is missing or cut; only headers are read."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        told = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.exists() else ()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: expected an index of weights, found {error!r}") from error
+    for name in sorted(set(told)) or ["model.safetensors"]:
+        try:
+            with safe_open(folder / name, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{folder / name}: expected whole safetensors weights, found {error}") from error
 
 
 def load_head(folder: Path) -> TargetHead:

@@ -13,18 +13,23 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from stages.artifacts import Artifact, Record, resource, write_json
+from stages.artifacts import Artifact, Record, resource
 from stages.draft.artifact import RELEASE
-from stages.events import METRICS
+from stages.events import METRICS, read_rows
+from stages.tracking_state import Sent, read_state, write_state
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+logger = logging.getLogger(__name__)
+
 SMALL_FILES = ("*.json", "*.jsonl", "*.md", "*.png")
+SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 STOPPED = "stopped"  # the failure of a stage that a person ended
 INTERVAL_S = 1.0
 RETRY_S = 15.0
@@ -40,15 +45,16 @@ class TrackingConfig:
     registered_model: str = resource("")  # empty: <name of the config>-draft
 
 
-@dataclass
-class _Sent:
-    """What the server knows of one stage."""
-
-    run_id: str = ""
-    last_step: dict[str, int] = field(default_factory=dict)  # by metric
-    done: bool = False
-    failed: bool = False
-    open: bool = False  # its MLflow run has been opened by this process
+def check_tracking(config: TrackingConfig) -> None:
+    """Raise ValueError for a URI that MLflow cannot use, or that would write a password into every run's folder."""
+    parts = urlsplit(config.uri)
+    if parts.password:
+        raise ValueError(
+            "tracking.uri: expected no password, since the config is stored and shown, found one; a server takes "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD from the environment, PostgreSQL PGPASSWORD"
+        )
+    if config.uri and parts.scheme.split("+")[0] not in SCHEMES:
+        raise ValueError(f"tracking.uri={config.uri}: expected one of {', '.join(SCHEMES)}, found {parts.scheme!r}")
 
 
 @dataclass
@@ -78,8 +84,9 @@ class Tracker:
         self._params = params
         self._name = run_folder.name
         self._stages: dict[str, _Stage] = {}
-        self._parent, self._sent = self._read_state()
+        self._parent, self._sent = read_state(self._state, self._uri)
         self._parent_params_sent = bool(self._parent)
+        self._asked = False  # whether the server still knows the parent run
         self._status: str | None = None
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -142,7 +149,9 @@ class Tracker:
                 self._sync()
                 self.error = None
             except _errors() as error:
-                self.error = f"{self._uri}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+                # SQLAlchemy puts a remark in front of the cause.
+                lines = [line for line in str(error).splitlines() if not line.startswith("(raised as a result")]
+                self.error = f"{self._uri}: {lines[0] if lines else type(error).__name__}"
             if last:
                 self._ended = True
                 return
@@ -153,21 +162,38 @@ class Tracker:
         client = self._connect()
         with self._lock:
             stages = dict(self._stages)
+        if self._parent and not self._known(client):
+            logger.warning("%s does not know run %s any more; everything is sent anew", self._uri, self._parent)
+            self._parent, self._sent, self._parent_params_sent = "", {}, False
         if not self._parent:
             self._parent = self._create_run(client, self._name, {})
         if not self._parent_params_sent:
             _log_params(client, self._parent, self._params)
             self._parent_params_sent = True
         for name, stage in stages.items():
-            sent = self._sent.setdefault(name, _Sent())
+            sent = self._sent.setdefault(name, Sent())
             if not sent.done:
                 self._sync_stage(client, name, stage, sent)
-                self._write_state()
+                write_state(self._state, self._uri, self._parent, self._sent)
         if self._status is not None:
             client.set_terminated(self._parent, self._status)
-            self._write_state()
+            write_state(self._state, self._uri, self._parent, self._sent)
 
-    def _sync_stage(self, client: MlflowClient, name: str, stage: _Stage, sent: _Sent) -> None:
+    def _known(self, client: MlflowClient) -> bool:
+        """Whether the server still has the parent run; asked once."""
+        from mlflow.exceptions import MlflowException
+
+        if not self._asked:
+            try:
+                client.get_run(self._parent)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                return False
+            self._asked = True
+        return True
+
+    def _sync_stage(self, client: MlflowClient, name: str, stage: _Stage, sent: Sent) -> None:
         if not sent.run_id:
             sent.run_id = self._create_run(client, name, {"mlflow.parentRunId": self._parent, "dspark.stage": name})
             _log_params(client, sent.run_id, stage.params)
@@ -241,21 +267,8 @@ class Tracker:
             experiment_id = experiment.experiment_id
         return str(client.create_run(experiment_id, run_name=name, tags=tags).info.run_id)
 
-    def _read_state(self) -> tuple[str, dict[str, _Sent]]:
-        if not self._state.exists():
-            return "", {}
-        state = json.loads(self._state.read_text(encoding="utf-8"))
-        if state["uri"] != self._uri:
-            return "", {}
-        sent = {name: _Sent(**{**value, "open": False}) for name, value in state["stages"].items()}
-        return state["parent"], sent
 
-    def _write_state(self) -> None:
-        stages = {name: asdict(sent) for name, sent in self._sent.items()}
-        write_json(self._state, {"uri": self._uri, "parent": self._parent, "stages": stages})
-
-
-def _send_rows(client: MlflowClient, sent: _Sent, file: Path) -> None:
+def _send_rows(client: MlflowClient, sent: Sent, file: Path) -> None:
     """Send rows that are new by step, metric by metric: a resumed stage repeats steps, the axis does not."""
     from mlflow.entities import Metric
 
@@ -263,15 +276,11 @@ def _send_rows(client: MlflowClient, sent: _Sent, file: Path) -> None:
         return
     metrics = []
     last_step = dict(sent.last_step)
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:  # a line still being written
-            break
-        for key, value in row["values"].items():
-            if value is not None and row["step"] > last_step.get(key, -1):
-                metrics.append(Metric(key, value, int(row["time_s"] * 1000), row["step"]))
-                last_step[key] = row["step"]
+    for row in read_rows(file):
+        for key, value in row.values.items():
+            if value is not None and row.step > last_step.get(key, -1):
+                metrics.append(Metric(key, value, int(row.time_s * 1000), row.step))
+                last_step[key] = row.step
     for start in range(0, len(metrics), BATCH):
         client.log_batch(sent.run_id, metrics=metrics[start : start + BATCH])
     sent.last_step = last_step

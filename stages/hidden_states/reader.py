@@ -83,7 +83,9 @@ class StreamingReader:
         self._config = config
         self._samples = Samples(endpoint, config)
         self._window = ByteBudget(config.window_bytes(endpoint.store_bytes, num_ranks))
-        self._running = asyncio.Semaphore(math.ceil(endpoint.max_running / num_ranks))
+        running = math.ceil(endpoint.max_running / num_ranks)
+        self._running = asyncio.Semaphore(running)
+        self._most_ahead = 2 * running  # batches: as many ready or waiting as the engines run at once
         self._loop = BackgroundLoop("hidden-states-reader")
 
     def read(self, batches: Iterable[Sequence[TokenSequence]]) -> Iterator[HiddenBatch]:
@@ -111,7 +113,7 @@ class StreamingReader:
         try:
             while True:
                 started = time.monotonic()
-                while len(ahead) < _MIN_BATCHES_AHEAD or sum(size for _, size in ahead) < self._window.limit:
+                while len(ahead) < _MIN_BATCHES_AHEAD or self._may_ask(ahead):
                     if (sequences := next(source, None)) is None:
                         break
                     size = sum(self._checked_bytes(sequence) for sequence in sequences)
@@ -128,6 +130,11 @@ class StreamingReader:
             for task, _ in ahead:
                 task.cancel()
             await asyncio.gather(*(task for task, _ in ahead), return_exceptions=True)
+
+    def _may_ask(self, ahead: Sequence[tuple[asyncio.Task[HiddenBatch], int]]) -> bool:
+        """Whether the engines want more to do. With small sequences the window alone would let a long queue
+        grow, behind which another read of the same reader (a validation) would wait."""
+        return len(ahead) < self._most_ahead and sum(size for _, size in ahead) < self._window.limit
 
     def _checked_bytes(self, sequence: TokenSequence) -> int:
         """The size of the sequence's object. Raises HiddenStatesError when it could never be fetched."""

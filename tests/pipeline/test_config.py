@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import os
+import re
 import shutil
+import types
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pipeline import checks
+from pipeline.bounds import BOUNDS, check_bounds
 from pipeline.checks import draft_parameters
-from pipeline.config import ROOT, ConfigError, conf_path, load, parse, to_yaml
-from stages.target import known_shape
+from pipeline.config import ROOT, ConfigError, PipelineConfig, conf_path, load, parse, to_yaml
+from stages.target import TargetConfig, known_shape
 
 CONFS = sorted(path.stem for path in (ROOT / "conf").glob("*.yaml"))
 
@@ -51,7 +61,7 @@ BAD = {
     "trian.lr=1": ["trian"],
     "train.lr=fast": ["train.lr", "fast", "Float"],
     "engine.dtype=fp4": ["engine.dtype", "fp4", "bfloat16"],
-    "train.epochs=0": ["train.epochs=0", "more than 0"],
+    "train.epochs=0": ["train.epochs=0", "[1, 1e9]"],
     "draft.mask_token_id=null": ["draft.mask_token_id", "null"],
     "draft.mask_token_id=1024": ["draft.mask_token_id=1024", "0 to 1023"],
     "draft.mask_token_id=-1": ["draft.mask_token_id=-1"],
@@ -70,7 +80,17 @@ BAD = {
     "train.max_steps=0": ["train.max_steps=0"],
     "evaluate.batch_sequences=0": ["evaluate.batch_sequences=0"],
     "evaluate.cpus=64": ["evaluate.cpus = 64"],
-    "ray.num_cpus=0": ["found 0"],
+    "ray.num_cpus=0": ["ray.num_cpus=0"],
+    "ray.num_cpus=nan": ["ray.num_cpus=nan"],
+    "train.lr=inf": ["train.lr=inf", "(0, 1]"],
+    "train.seed=-1": ["train.seed=-1"],
+    "draft.num_kv_heads=0": ["draft.num_kv_heads=0"],
+    "draft.rope_theta=nan": ["draft.rope_theta=nan"],
+    "evaluate.gpus=1": ["1 by evaluate.gpus", "none here"],
+    "name=../evil": ["name=../evil"],
+    "tracking.uri=foo://bar": ["tracking.uri=foo://bar", "sqlite"],
+    "tracking.uri=http://me:hidden@host": ["tracking.uri", "MLFLOW_TRACKING_PASSWORD"],
+    "train={lr: [1]}": ["train"],
     "draft.num_kv_heads=3": ["draft.num_heads=4", "draft.num_kv_heads=3"],
     "draft.causal=true": ["draft.causal", "draft.sliding_window"],
     "engine.max_model_len=4096": ["engine.max_model_len=4096", "512"],
@@ -85,6 +105,28 @@ BAD = {
 }
 
 
+def numbers(section: type, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of all numbers in a config class and the classes of its fields."""
+    hints = typing.get_type_hints(section)
+    for f in dataclasses.fields(section):
+        kind = hints[f.name]
+        inner = [arg for arg in typing.get_args(kind) if arg is not type(None)]
+        if isinstance(kind, types.UnionType) and len(inner) == 1:
+            kind = inner[0]
+        if dataclasses.is_dataclass(kind):
+            yield from numbers(kind, f"{prefix}{f.name}.")
+        elif kind in (int, float):
+            yield prefix + f.name
+
+
+def test_every_number_has_bounds() -> None:
+    assert sorted(numbers(PipelineConfig)) == sorted(BOUNDS)
+    check_bounds({"train.lr": 1.0, "train.max_steps": None, "calibrate.fit_share": 0.5})
+    for key, value in (("train.lr", 0.0), ("train.lr", math.nan), ("calibrate.fit_share", 1.0)):
+        with pytest.raises(ValueError, match=f"{key}={value}"):
+            check_bounds({key: value})
+
+
 @pytest.mark.parametrize("override", BAD)
 def test_bad_value_is_refused_naming_it(override: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -93,6 +135,25 @@ def test_bad_value_is_refused_naming_it(override: str, tmp_path: Path) -> None:
     assert "\n" not in message
     for part in BAD[override]:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    "override", ["publish.name=${oc.env:HUB_TOKEN}", "train.lr=${oc.env:HUB_TOKEN}", "name=s3cr3t-s3cr3t"]
+)
+def test_secret_is_refused_and_not_shown(override: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "s3cr3t-s3cr3t")
+    with pytest.raises(ConfigError, match="HUB_TOKEN") as refused:
+        load(conf_path("tiny"), [override])
+    assert "s3cr3t" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"- 1\n- 2\n", b"train: [1, 2]\n", b"a: [\n"])
+def test_conf_that_is_none_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=str(path)) as refused:
+        load(path)
+    assert "\n" not in str(refused.value)
 
 
 def test_unknown_conf_names_the_closest() -> None:
@@ -125,6 +186,31 @@ def test_incomplete_target_folder_is_refused(missing: str, tmp_path: Path) -> No
         checks.check(load(conf_path("tiny"), ["target.tiny=null", f"target.path={folder}"]))
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "part"),
+    [
+        ("model.safetensors", b"", "model.safetensors"),
+        ("model.safetensors", b"cut", "model.safetensors"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "lost.safetensors"}}', "lost.safetensors"),
+        ("model.safetensors.index.json", b"[1]", "an index of weights"),
+        ("config.json", b"[1, 2]", "a model config"),
+        ("config.json", b'{"text_config": null}', "a model config"),
+        ("config.json", b'{"num_hidden_layers": 4, "hidden_size": "8"}', "hidden_size='8'"),
+    ],
+)
+def test_damaged_target_folder_is_refused(file: str, content: bytes, part: str, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
+    (folder / "tokenizer.json").write_text("{}")
+    shape = {"num_hidden_layers": 4, "hidden_size": 8, "vocab_size": 9, "max_position_embeddings": 99}
+    (folder / "config.json").write_text(json.dumps(shape))
+    assert known_shape(TargetConfig(path=str(folder))).vocab_size == 9
+    (folder / file).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(part)):
+        known_shape(TargetConfig(path=str(folder)))
+
+
 def test_output_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_file = tmp_path / "file"
     a_file.write_text("")
@@ -147,6 +233,9 @@ def test_command_line_is_split() -> None:
     assert request.conf == "smollm2"
     assert request.stages == ("train", "calibrate")
     assert request.overrides == ("train.lr=3e-4",)
+    for args in (["conf=a", "conf=b"], ["stages="], ["run="]):
+        with pytest.raises(ConfigError, match=r"=: expected one value"):
+            parse(args)
     with pytest.raises(ConfigError, match=r"key=value"):
         parse(["--fast"])
     with pytest.raises(ConfigError, match=r"both"):

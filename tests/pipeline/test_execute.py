@@ -52,6 +52,22 @@ def test_failure_is_told_and_resumed(tmp_path: Path) -> None:
     assert [m.step for m in client.get_metric_history(by_name["datagen"].info.run_id, "loss_nat")] == [1]
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_while_ray_starts_is_obeyed(signum: signal.Signals, tmp_path: Path) -> None:
+    with start(tmp_path, "ok") as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline().startswith("run ")  # what is said before Ray is started
+        started = psutil.Process(driver.pid)
+        time.sleep(0.5)
+        os.kill(driver.pid, signum)
+        told = driver.stdout.read()
+        driver.wait(timeout=60)
+        assert not started.is_running()
+    assert driver.returncode == 128 + signum
+    assert "Traceback" not in told
+    assert status(tmp_path) == "killed"
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_stopped_driver_leaves_no_process(signum: signal.Signals, tmp_path: Path) -> None:
     driver = start(tmp_path, "sleep")

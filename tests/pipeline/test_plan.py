@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pipeline.config import ConfigError, PipelineConfig, Request, conf_path, load
-from pipeline.dag import NAMES, STAGES, plan
+from pipeline.dag import NAMES, STAGES, finished, plan, typed
 from pipeline.run import select
 from stages.artifacts import Artifact, ArtifactError, Record, Workspace, fingerprint, resource
 from stages.target import Target
@@ -33,6 +35,8 @@ def complete(settings: PipelineConfig, *names: str) -> None:
     for name in names:
         node = plan(settings)[name]
         node.workspace.path.mkdir(parents=True)
+        (node.workspace.path / "data").write_text("x")
+        (node.workspace.path / ".data.123").write_text("")  # the remains of a killed writer
         kind = type(node.stage.kind, (Artifact,), {})
         node.workspace.commit(kind, counts={}, metrics={}, facts={"built": True, "model": "model"})
 
@@ -99,7 +103,44 @@ def test_half_written_artifact_is_not_complete(tmp_path: Path) -> None:
     record.write_text(record.read_text()[:20])
     node = plan(settings)["target"]
     assert not node.complete
-    assert "unreadable" in node.reason
+    assert "damaged" in node.reason
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut", "another identity", "no facts"])
+def test_damaged_artifact_is_made_again(damage: str, tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    complete(settings, "target")
+    final = plan(settings)["target"].workspace.final
+    record = json.loads((final / "record.json").read_text())
+    if damage == "removed":
+        (final / "data").unlink()
+    elif damage == "cut":
+        (final / "data").write_text("")
+    else:
+        key, value = ("identity", "feed") if damage == "another identity" else ("facts", None)
+        (final / "record.json").write_text(json.dumps(record | {key: value}))
+    node = plan(settings)["target"]
+    assert not node.complete
+    assert node.reason.startswith("damaged: ")
+
+
+def test_changed_content_is_refused_where_it_is_read(tmp_path: Path) -> None:
+    """`plan` looks at sizes alone; a stage that takes the artifact reads all of it."""
+    settings = config(tmp_path)
+    complete(settings, "target")
+    node = plan(settings)["target"]
+    (node.workspace.final / "data").write_text("y")
+    assert plan(settings)["target"].complete
+    with pytest.raises(ArtifactError, match=r"data: changed since it was made"):
+        typed({"target": Artifact.open(node.workspace.final)})
+
+
+def test_artifact_that_another_run_made_meanwhile_is_taken(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    late = plan(settings)["target"]
+    assert finished(late, settings) is None
+    complete(settings, "target")
+    assert finished(late, settings) == Artifact.open(late.workspace.final)
 
 
 def test_selected_stages_need_their_inputs(tmp_path: Path) -> None:
@@ -124,7 +165,7 @@ def test_workspace_is_visible_only_when_whole(tmp_path: Path) -> None:
     assert Artifact.load(space.final) == made
     assert sorted(path.name for path in space.final.iterdir()) == ["data", "record.json"]
     assert Record.read(space.final).counts == {"n": 1}
-    with pytest.raises(ArtifactError, match=r"expected a complete artifact"):
+    with pytest.raises(ArtifactError, match=r"record\.json: expected JSON"):
         Artifact.load(tmp_path)
 
 
@@ -142,7 +183,8 @@ def test_moved_target_folder_is_described_anew(tmp_path: Path) -> None:
     shape = {"num_hidden_layers": 4, "hidden_size": 8, "vocab_size": 1024, "max_position_embeddings": 512}
     folder = tmp_path / "here"
     folder.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+    save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
         (folder / name).write_text(json.dumps(shape))
     there = tmp_path / "there"
     before, after = (config(tmp_path / "out", "target.tiny=null", f"target.path={path}") for path in (folder, there))

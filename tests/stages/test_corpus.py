@@ -76,5 +76,5 @@ def test_corpus_reads_a_split_in_order_over_its_files(tmp_path: Path) -> None:
 
 def test_corpus_without_a_record_is_refused(tmp_path: Path) -> None:
     write_shard(tmp_path / "train-00000.parquet", SEQUENCES)
-    with pytest.raises(ArtifactError, match=r"record\.json: expected a complete artifact"):
+    with pytest.raises(ArtifactError, match=r"record\.json: expected JSON"):
         Corpus.load(tmp_path)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from stages import target
 from stages.artifacts import Workspace
@@ -25,7 +27,8 @@ def folder(tmp_path: Path) -> Path:
     made = tmp_path / "target"
     (made / "original").mkdir(parents=True)
     (made / "config.json").write_text(CONFIG)
-    for name in ("tokenizer.json", "model.safetensors", "merges.txt", "modeling_own.py", "own.tiktoken", ".hidden"):
+    save_file({"w": torch.zeros(1)}, made / "model.safetensors")
+    for name in ("tokenizer.json", "merges.txt", "modeling_own.py", "own.tiktoken", ".hidden"):
         (made / name).write_text(name)
     (made / "original" / "consolidated.pth").write_text("weights")
     return made
