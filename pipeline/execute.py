@@ -6,6 +6,7 @@ ends everything it started, whatever happens. It computes nothing.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -46,7 +47,7 @@ class ClusterError(RuntimeError):
 
 
 @contextmanager
-def cluster(config: RayConfig) -> Iterator[None]:
+def cluster(config: RayConfig, stop: StopFlag) -> Iterator[None]:
     """Join the cluster that is asked for, or own one for as long as this lasts.
 
     Raises ClusterError, naming the address, when there is none.
@@ -57,19 +58,21 @@ def cluster(config: RayConfig) -> Iterator[None]:
         own = {"num_cpus": config.num_cpus or os.cpu_count(), "include_dashboard": True, "dashboard_host": "127.0.0.1"}
     # Ray Train notices dead ranks and takes reports by polling; its default of 2 s is slow and loses steps.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+    logging.getLogger("ray._private").setLevel(logging.ERROR)  # it warns of the thread below and of its own defaults
     _probe(address)
     # In a thread of its own: ray.init would replace the handlers of signals, and one that comes meanwhile would
-    # raise inside compiled code.
+    # raise inside compiled code. The thread stays: the kernel ends Ray's processes with the one that started them.
     with ThreadPoolExecutor(1, thread_name_prefix="ray.init") as starting:
         init = partial(ray.init, address=address, log_to_driver=False, configure_logging=False, **own)
         try:
             starting.submit(init).result()
         except (OSError, RuntimeError, ValueError) as error:  # what Ray raises: ConnectionError, RaySystemError, …
             raise ClusterError(f"ray.address={address}: Ray did not start: {short(error)}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
+        stop.arm()  # Ray's compiled core has taken SIGTERM, to abort
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def _probe(address: str) -> None:

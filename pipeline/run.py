@@ -145,7 +145,7 @@ def _make(
 
     tracker.start()
     try:
-        with cluster(config.ray):
+        with cluster(config.ray, stop):
             artifacts = Execution(config, nodes, selected, console, tracker, stop).run()
         record |= {"status": "finished", "code": 0}
         return artifacts

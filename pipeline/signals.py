@@ -30,8 +30,14 @@ class StopFlag:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {name: signal.signal(name, self._set) for name in STOPPING}
+            self._before = {name: signal.getsignal(name) for name in STOPPING}
+            self.arm()
         return self
+
+    def arm(self) -> None:
+        """Take the signals (again): libraries install handlers of their own when they start."""
+        for name in self._before:
+            signal.signal(name, self._set)
 
     def __exit__(self, *_: object) -> None:
         for name, handler in self._before.items():
