@@ -101,6 +101,13 @@ def check_workers(config: PipelineConfig) -> None:
             f"GPUs are asked for ({told}), found none here; start it on a cluster (ray job submit, or ray.address=…)"
         )
     have = float(os.cpu_count() or 1) if config.ray.num_cpus is None else config.ray.num_cpus
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    asked_gib = engine.num_actors * ((engine.kv_cache_gib or 0.0) + config.hidden_states.segment_gib)
+    if not engine.gpus_per_actor and asked_gib > memory_gib:
+        raise ConfigError(
+            f"engine.num_actors x (engine.kv_cache_gib + hidden_states.segment_gib) = {asked_gib:g} GiB: found "
+            f"{memory_gib:.0f} GiB of memory here; lower one"
+        )
     needs = {
         "engine.num_actors x engine.cpus_per_actor + train.num_workers x train.cpus_per_worker": (
             engine.num_actors * engine.cpus_per_actor + train.num_workers * train.cpus_per_worker

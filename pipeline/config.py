@@ -104,6 +104,8 @@ def conf_path(name: str) -> Path:
     path = Path(name) if name.endswith((".yaml", ".yml")) else ROOT / "conf" / f"{name}.yaml"
     if path.is_file():
         return path
+    if path.suffix in (".yaml", ".yml") and path == Path(name):
+        raise ConfigError(f"conf={name}: expected a file, found none")
     names = sorted(p.stem for p in (ROOT / "conf").glob("*.yaml"))
     close = difflib.get_close_matches(name, names)
     hint = f"did you mean {close[0]!r}? " if close else ""
@@ -174,4 +176,5 @@ def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in without_secrets(str(error)).splitlines() if line.strip()]
     keys = [line for line in lines if line.startswith("full_key:")]
     named = f" ({keys[0].removeprefix('full_key:').strip()})" if keys else ""
-    return lines[0] + named
+    hint = "; a list is written [a,b]" if "TupleConfig" in lines[0] else ""
+    return lines[0] + named + hint

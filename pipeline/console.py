@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 from tqdm import tqdm
@@ -15,14 +17,14 @@ from tqdm import tqdm
 from stages.artifacts import Artifact, Record
 from stages.events import Progress
 
-# One figure says most about a stage; the rest is in its record.
+# What says most about a stage, of its metrics; the rest is in its record.
 HEADLINE = {
-    "target": ("greedy_exact_match_share", "exact match {:.0%}"),
-    "datagen": ("generated_tok_per_s", "{:,.0f} tok/s"),
-    "train": ("val_acceptance_length", "validation acceptance length {:.2f}"),
-    "calibrate": ("ece_after", "ECE {:.3f} after calibration"),
-    "evaluate": ("acceptance_length_macro", "acceptance length {:.2f} (macro)"),
-    "publish": ("release_bytes", "{:,.0f} bytes"),
+    "target": "exact match {greedy_exact_match_share:.0%}",
+    "datagen": "{generated_tok_per_s:,.0f} tok/s generated",
+    "train": "validation acceptance length {val_acceptance_length:.2f}",
+    "calibrate": "calibration error {ece_survival/raw:.3f} → {ece_survival/folded:.3f}",
+    "evaluate": "acceptance length {acceptance_length_macro:.2f} (macro)",
+    "publish": "{release_bytes:,.0f} bytes",
 }
 
 
@@ -45,10 +47,13 @@ class Console:
         if progress is None or not self._terminal:
             return
         bar = self._bars.get(name)
-        if bar is None or bar.desc.strip(": ") != progress.label or bar.total != progress.total:
+        # The first step's time, and that of the steps of an earlier try, say nothing of the rate: the bar begins after.
+        begins = bar is not None and bar.n == bar.initial < progress.done
+        if bar is None or begins or bar.desc.strip(": ") != progress.label or bar.total != progress.total:
             self._close(name)
             bar = tqdm(
                 total=progress.total,
+                initial=progress.done,
                 desc=progress.label,
                 unit=progress.unit,
                 file=self._stream,
@@ -68,15 +73,16 @@ class Console:
         """A stage was complete already."""
         self.say(f"{name:<10} is there already: {headline(name, record)}")
 
-    def fail(self, name: str, error: str) -> None:
-        """A stage failed: the whole error, for whoever has to look into it."""
+    def fail(self, name: str, trace: Path) -> None:
+        """A stage failed; `trace` holds the whole error, for whoever has to look into it."""
         self._close(name)
-        self.say(f"{name:<10} failed\n{error}")
+        self.say(f"{name:<10} failed (trace: {trace})")
 
     def say(self, text: str) -> None:
-        """One line that does not tear the bars."""
-        tqdm.write(text, file=self._stream)
-        self._stream.flush()
+        """One line that does not tear the bars. A terminal that was closed does not end a run."""
+        with suppress(BrokenPipeError):
+            tqdm.write(text, file=self._stream)
+            self._stream.flush()
 
     def close(self) -> None:
         """Take all bars away."""
@@ -89,9 +95,11 @@ class Console:
 
 
 def headline(name: str, record: Record) -> str:
-    """The one figure of a stage."""
-    key, form = HEADLINE[name]
-    return form.format(record.metrics[key]) if key in record.metrics else "done"
+    """What says most about a stage."""
+    try:
+        return HEADLINE[name].format(**record.metrics)
+    except KeyError:  # a target that was not built here, a draft without a confidence head
+        return "done"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> str:
@@ -121,4 +129,4 @@ def summary(artifacts: Mapping[str, Artifact], made: Iterable[str]) -> str:
                 counts,
             ]
         )
-    return table(["stage", "", "seconds", "result", "counts"], rows, right=[2])
+    return table(["stage", "state", "seconds", "result", "counts"], rows, right=[2])

@@ -96,10 +96,10 @@ STAGES: tuple[Stage, ...] = (
     Stage("target", "Target", (), ("target",), 1, _target),
     Stage("datagen", "Corpus", ("target",), ("datagen", "engine"), 1, _datagen),
     Stage("train", "Draft", ("target", "datagen"), ("train", "draft", "engine"), 1, _train),
-    Stage("calibrate", "Calibration", ("target", "datagen", "train"), ("calibrate", "draft", "engine"), 1, _calibrate),
+    Stage("calibrate", "Calibration", ("target", "datagen", "train"), ("calibrate", "draft", "engine"), 2, _calibrate),
     Stage("evaluate", "Report", ("target", "datagen", "calibrate"), ("evaluate", "draft", "engine"), 1, _evaluate),
     Stage(
-        "publish", "Release", ("target", "datagen", "train", "calibrate", "evaluate"), ("publish", "draft"), 1, _publish
+        "publish", "Release", ("target", "datagen", "train", "calibrate", "evaluate"), ("publish", "draft"), 2, _publish
     ),
 )
 NAMES: tuple[str, ...] = tuple(stage.name for stage in STAGES)

@@ -12,7 +12,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from pipeline.config import PipelineConfig, RayConfig
 from pipeline.console import Console
 from pipeline.dag import Node, finished, stage_params, typed
 from pipeline.signals import StopFlag, Stopped
-from stages.artifacts import Artifact, remove
+from stages.artifacts import Artifact, remove, write_whole
 from stages.tracking import STOPPED, Tracker
 
 POLL_S = 0.25
@@ -114,6 +114,7 @@ class Execution:
     console: Console
     tracker: Tracker
     stop: StopFlag
+    trace_folder: Path  # of the run: errors go there
 
     def run(self) -> dict[str, Artifact]:
         """The artifacts of every stage that is complete in the end, in data order.
@@ -156,11 +157,18 @@ class Execution:
             cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
             failure = StageFailed(name, self._full_disk(cause) or short(cause))
             self.tracker.failed(name, str(failure))
-            self.console.fail(name, str(error))
+            self.console.fail(name, self._keep(name, str(error)))
             raise failure from error
         self.tracker.finished(name, artifact)
         self.console.made(name, artifact.record)
         return artifact
+
+    def _keep(self, name: str, error: str) -> Path:
+        """Write a stage's whole error beside the run's records."""
+        path = self.trace_folder / f"{name}.error.txt"
+        with suppress(OSError):  # a full disk is what the error may tell of
+            write_whole(path, error)
+        return path
 
     def _full_disk(self, cause: BaseException) -> str | None:
         """What to say when the cause is a full disk, of which libraries tell in many ways."""

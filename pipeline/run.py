@@ -122,9 +122,9 @@ def drive(config: PipelineConfig, run_id: str, nodes: dict[str, Node], selected:
             record |= {"status": "finished", "code": 0}
         again = f"run={run_id}" + ("" if config.out == PipelineConfig("x").out else f" out={config.out}")
         if record["code"]:
-            console.say(f"{record['why']}\nGo on with: python -m pipeline.run {again}")
+            console.say(f"{record['why']}\nGo on with: {_python()} -m pipeline.run {again}")
         if undelivered := record.get("undelivered"):
-            command = f"python -m pipeline.track {again}"
+            command = f"{_python()} -m pipeline.track {again}"
             console.say(f"warning: tracking is incomplete ({undelivered}); send the rest with: {command}")
     if record["code"] == 0:
         print(closing(artifacts, todo, tracker, time.monotonic() - began))
@@ -146,7 +146,8 @@ def _make(
     tracker.start()
     try:
         with cluster(config.ray, stop):
-            artifacts = Execution(config, nodes, selected, console, tracker, stop).run()
+            folder = Layout(Path(config.out).resolve()).run(record["run"])
+            artifacts = Execution(config, nodes, selected, console, tracker, stop, folder).run()
         record |= {"status": "finished", "code": 0}
         return artifacts
     except (ClusterError, StageFailed) as error:
@@ -158,6 +159,12 @@ def _make(
         record["undelivered"] = tracker.close(MLFLOW_STATUS[record["status"]])
         record["mlflow_run"] = tracker.parent_run_id
     return {}
+
+
+def _python() -> str:
+    """This interpreter as a person here would type it."""
+    here = os.path.relpath(sys.executable)
+    return sys.executable if here.startswith("..") else here
 
 
 @contextmanager
@@ -228,7 +235,8 @@ def _domains(report: dict[str, Any]) -> str:
     """What the served draft did, domain by domain."""
     acceptance = report["acceptance"]
     rows = []
-    for name, row in [*acceptance["domains"].items(), ("all rounds", acceptance["pooled"])]:
+    macro = {"rounds": "", "prompts": "", "interval": None, **acceptance["macro"]}
+    for name, row in [*acceptance["domains"].items(), ("mean of domains", macro), ("all rounds", acceptance["pooled"])]:
         length, interval = row["acceptance_length"], row["interval"]
         told = "no rounds" if length is None else f"{length:.2f}"
         between = "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"

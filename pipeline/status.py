@@ -42,7 +42,12 @@ def main(args: Sequence[str]) -> int:
     rows = []
     for name, node in nodes.items():
         result = headline(name, Record.read(node.workspace.final)) if node.complete else ""
-        rows.append([name, node.workspace.identity, "complete" if node.complete else "to make", node.reason, result])
+        state, why = ("complete", node.reason) if node.complete else ("to make", node.reason)
+        if not node.complete and node.workspace.busy:
+            progress = node.workspace.events.read_progress()
+            told = "" if progress is None else f"{progress.done} of {progress.total} {progress.unit}"
+            state, why = "running", told
+        rows.append([name, node.workspace.identity, state, why, result])
     print(table(["stage", "identity", "state", "why", "result"], rows))
     return 0
 

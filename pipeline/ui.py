@@ -12,6 +12,9 @@ from pipeline.config import PipelineConfig
 
 def main(args: Sequence[str]) -> int:
     """Replaces this process by MLflow's server. Exit status 2 when there is nothing to show."""
+    if any(arg in ("-h", "--help", "help") for arg in args):
+        print("usage: " + str(__doc__))
+        return 0
     options = {"out": PipelineConfig("x").out, "port": "5000"}
     for arg in args:
         key, equals, value = arg.partition("=")
@@ -19,6 +22,9 @@ def main(args: Sequence[str]) -> int:
             print(f"error: argument {arg!r}: expected out=FOLDER or port=N", file=sys.stderr)
             return 2
         options[key] = value
+    if not options["port"].isdigit():
+        print(f"error: port={options['port']}: expected a number", file=sys.stderr)
+        return 2
     database = Path(options["out"]).resolve() / "mlflow.db"
     if not database.exists():
         print(
@@ -38,6 +44,8 @@ def main(args: Sequence[str]) -> int:
         "127.0.0.1",
         "--port",
         options["port"],
+        "--workers",
+        "1",
     ]
     return os.execv(sys.executable, [sys.executable, *command])
 

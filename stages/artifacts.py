@@ -192,6 +192,22 @@ class Workspace:
     def events(self) -> Events:
         return Events(self.path)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a process holds the workspace now."""
+        try:
+            with self._lock_file.open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.final.with_name(self.final.name + ".lock")
+
     @contextmanager
     def locked(self) -> Iterator[Self]:
         """Hold the workspace against other processes; the lock dies with this one.
@@ -199,7 +215,7 @@ class Workspace:
         Raises BlockingIOError with the folder's name when another run is building it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with self.final.with_name(self.final.name + ".lock").open("w") as lock:
+        with self._lock_file.open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:

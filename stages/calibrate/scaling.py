@@ -21,7 +21,7 @@ from scipy.stats import rankdata
 
 SCALE_BOUNDS = (1e-3, 1e3)  # keeps the map increasing, so that ranking and AUROC stay
 
-Flag = Literal["", "too_few_records", "all_accepted", "all_rejected", "at_grid_edge"]
+Flag = Literal["", "too_few_records", "all_accepted", "all_rejected", "at_grid_edge", "no_better_on_test"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,18 @@ def fit_affine(logits_NB: np.ndarray, accepted_N: np.ndarray) -> AffineFit:
     scale = float(found.x[0]) / width
     edge = scale <= SCALE_BOUNDS[0] * 1.01 or scale >= SCALE_BOUNDS[1] * 0.99
     return AffineFit(scale, float(found.x[1] - scale * centre), "at_grid_edge" if edge else "")
+
+
+def if_better(affine: AffineFit, logits_NB: np.ndarray, accepted_N: np.ndarray) -> AffineFit:
+    """`affine`, or the identity, flagged, when on these data (not those of the fit) it makes the Brier score worse."""
+    logits_M, outcome_M = conditional_outcomes(logits_NB, accepted_N)
+
+    def brier(z_M: np.ndarray) -> float:
+        return float(np.mean((expit(z_M) - outcome_M) ** 2))
+
+    if len(outcome_M) and brier(affine.apply(logits_M)) > brier(logits_M):
+        return AffineFit(1.0, 0.0, "no_better_on_test")
+    return affine
 
 
 def fit_temperatures(

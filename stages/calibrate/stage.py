@@ -17,7 +17,15 @@ from stages.artifacts import Workspace, remove, write_json
 from stages.calibrate.config import CalibrateConfig
 from stages.calibrate.plots import plot_reliability
 from stages.calibrate.records import Records, check_records, collect, load, require_greedy, save
-from stages.calibrate.scaling import AffineFit, PositionMeasure, TemperatureFit, fit_affine, fit_temperatures, measure
+from stages.calibrate.scaling import (
+    AffineFit,
+    PositionMeasure,
+    TemperatureFit,
+    fit_affine,
+    fit_temperatures,
+    if_better,
+    measure,
+)
 from stages.corpus import Corpus, TokenSequence
 from stages.draft.artifact import TEMPERATURES, Calibration, Draft
 from stages.draft.checkpoint import CALIBRATION_KEY, CONFIG, head_digest, load_draft, scale_confidence
@@ -114,6 +122,7 @@ def fit(config: CalibrateConfig, corpus: Corpus, draft_artifact: Draft, out: Wor
         raise
 
     affine = fit_affine(fit_part.logits_NB, fit_part.accepted_N)
+    affine = if_better(affine, test_part.logits_NB, test_part.accepted_N)
     scale_confidence(draft_artifact.checkpoint, out.path / "checkpoint", affine.scale, affine.shift)
     temperatures = fit_temperatures(
         affine.apply(fit_part.logits_NB),
@@ -234,11 +243,8 @@ def _metrics(
     """Means over positions; a measure that no position has is left out."""
     values = {"affine_scale": affine.scale, "affine_shift": affine.shift}
     values |= {f"temperature/{k + 1}": fitted.temperature for k, fitted in enumerate(temperatures)}
-    for key, name in (("ece_before", "raw"), ("ece_after", "folded and scaled")):
-        known = [position.ece_survival for position in measures[name] if position.ece_survival is not None]
-        values |= {key: float(np.mean(known))} if known else {}
     for name, positions in measures.items():
-        for measure_name in ("ece_conditional", "brier", "auroc"):
+        for measure_name in ("ece_survival", "ece_conditional", "brier", "auroc"):
             known = [value for p in positions if (value := getattr(p, measure_name)) is not None]
             if known:
                 values[f"{measure_name}/{name.replace(' ', '_')}"] = float(np.mean(known))

@@ -67,7 +67,7 @@ def _body(
     report_text: str,
     serving: Mapping[str, Any],
 ) -> str:
-    served_target = hub_id(target) or "TARGET"
+    served_target = public_name(target)
     macro = report["acceptance"]["macro"]["acceptance_length"]
     length = "not measured" if macro is None else f"{macro:.2f}"
     sampling = {key: corpus.record.facts.get(key) for key in ("temperature", "top_p", "max_new_tokens")}
@@ -83,7 +83,8 @@ Text is the target's own: speculation changes speed only.
 vllm serve {served_target} --speculative-config '{json.dumps(serving)}'
 ```
 
-`speculative_config.json` is the same configuration as a file; in a downloaded folder set its `model` to that folder.
+`speculative_config.json` is the same configuration as a file; in a downloaded folder set its `model` to that folder,
+and `{served_target}` to where the target lies.
 
 {report_text.replace("# Served acceptance", "## Served acceptance", 1)}
 ## Confidence
@@ -99,19 +100,37 @@ Conversations whose answers the target wrote itself ({json.dumps(sampling)}), co
 
 - Acceptance was measured greedily, on held-out prompts of the same sources as the training data; other domains,
   languages, longer contexts and sampling at a temperature can be accepted less.
-- The draft fits this target and revision only ({served_target}, revision {target.revision}).
+- The draft fits this target only: {served_target}{_revision(target)}.
 - Speed depends on hardware and load, and is not promised here.
 
 `provenance.json` names every configuration value and input; `SHA256SUMS` covers all files (`sha256sum -c SHA256SUMS`).
 """
 
 
+def _revision(target: Target) -> str:
+    return "" if target.revision is None else f", revision {target.revision}"
+
+
 def _confidence(calibration: Calibration) -> str:
-    facts = calibration.record.facts
+    facts, metrics = calibration.record.facts, calibration.record.metrics
     if not facts["calibrated"]:
         return "This draft has no confidence head: adaptive verification is not available."
-    fold = f"{facts['scale']:.4g} z + {facts['shift']:.4g}"
-    return f"""The confidence head is calibrated: the map {fold} of its logit z is folded into the weights,
-so vLLM profits as it is. `confidence_calibration.json` holds per-position temperatures fitted after the fold,
+    if (facts["scale"], facts["shift"]) == (1.0, 0.0):
+        told = "The confidence head is as trained: no map of its logit helped on prompts that the fit did not see."
+    else:
+        fold = f"{facts['scale']:.4g} z + {facts['shift']:.4g}"
+        told = f"The confidence head is calibrated: the map {fold} of its logit z is folded into the weights."
+    measured = "; ".join(
+        f"{name.replace('_', ' ')} {metrics[f'ece_survival/{name}']:.3f}"
+        for name in ("raw", "folded", "folded_and_scaled")
+        if f"ece_survival/{name}" in metrics
+    )
+    flagged = [
+        f"{f'temperature {k}' if k else 'the map'}: {flag}" for k, flag in enumerate(facts.get("flags", ())) if flag
+    ]
+    doubts = f" Not to be relied on: {', '.join(flagged)}." if flagged else ""
+    return f"""{told}
+Expected calibration error of survival there, mean over positions: {measured or "not measured"}.{doubts}
+`confidence_calibration.json` holds per-position temperatures fitted after the fold,
 for SGLang (TensorRT-LLM's spelling beside it is not verified against a release); both belong to head
 `{facts["head_digest"][:16]}…` and to no other. All numbers are in `calibration.json`."""

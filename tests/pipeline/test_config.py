@@ -98,6 +98,8 @@ BAD = {
     "train.batch_sequences=1": ["train.batch_sequences=1", "train.num_workers=2"],
     "train.cpus_per_worker=50": ["train.cpus_per_worker", "CPUs"],
     "engine.gpus_per_actor=1": ["GPUs"],
+    "engine.kv_cache_gib=1000": ["engine.kv_cache_gib", "2000.5 GiB"],
+    "datagen.prompts=mine.jsonl": ["datagen.prompts", "a list is written [a,b]"],
     "datagen.prompts=[nowhere.jsonl]": ["nowhere.jsonl"],
     "datagen.prompts=[]": ["datagen.prompts"],
     "target.path=nowhere": ["target"],

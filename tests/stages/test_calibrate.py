@@ -19,11 +19,13 @@ from stages.calibrate import stage
 from stages.calibrate.config import CalibrateConfig
 from stages.calibrate.records import Records, check_records, collect, load, require_greedy, save
 from stages.calibrate.scaling import (
+    AffineFit,
     auroc,
     bin_statistics,
     expected_calibration_error,
     fit_affine,
     fit_temperatures,
+    if_better,
     measure,
 )
 from stages.corpus import Corpus, TokenSequence, write_shard
@@ -69,6 +71,18 @@ def test_affine_miscalibration_is_recovered() -> None:
         assert now.auroc == was.auroc  # an increasing map keeps the order
         assert now.ece_survival < 0.02 < was.ece_survival
         assert now.brier < was.brier
+
+
+def test_affine_that_helps_no_other_data_is_not_folded() -> None:
+    rng = np.random.default_rng(0)
+    logits_NB = rng.normal(size=(400, 1))
+    accepted_N = (rng.random(400) < expit(logits_NB[:, 0])).astype(int)
+    good, bad = AffineFit(1.0, 0.01), AffineFit(3.0, 2.0)
+    assert if_better(bad, logits_NB, accepted_N) == AffineFit(1.0, 0.0, "no_better_on_test")
+    overconfident_NB = 3 * logits_NB + 2
+    undone = AffineFit(1 / 3, -2 / 3)
+    assert if_better(undone, overconfident_NB, accepted_N) == undone
+    assert if_better(good, logits_NB[:0], accepted_N[:0]) == good
 
 
 def test_affine_stays_increasing_and_says_so() -> None:

@@ -68,6 +68,8 @@ def made(tmp_path: Path) -> tuple[Target, Corpus, Draft, Calibration, Report]:
     draft = artifact(Draft, tmp_path / "draft", {"verifier": "org/target"})
     export_draft(build_draft(DRAFT, SHAPE, folder, verifier="org/target", seed=0), draft.checkpoint)
     calibration = artifact(Calibration, tmp_path / "calibration", {"calibrated": True, "scale": 0.5, "shift": -1.0})
+    calibration.record.facts["flags"] = ["", "", "too_few_records"]
+    calibration.record.metrics["ece_survival/raw"] = 0.25
     scale_confidence(draft.checkpoint, calibration.checkpoint, 0.5, -1.0)
     calibration.record.facts["head_digest"] = head_digest(calibration.checkpoint)
     for name in ("confidence_calibration.json", "calibration.json"):
@@ -108,6 +110,7 @@ def test_release_holds_what_users_need(made: tuple, tmp_path: Path) -> None:
     assert card.data.model_name == "target-speculator.dspark"
     assert "| math | 1 | 10 | 2.90 |" in card.text  # 10 rounds, 19 accepted
     assert "0.5 z + -1" in card.text
+    assert "raw 0.250. Not to be relied on: temperature 2: too_few_records." in card.text
     provenance = json.loads((folder / "provenance.json").read_text())
     assert json.loads((folder / "config.json").read_text()) == json.loads(
         (made[3].checkpoint / "config.json").read_text()
@@ -125,6 +128,13 @@ def test_speculative_config_is_one_that_vllm_takes(made: tuple, tmp_path: Path) 
     assert serving.keys() <= SpeculativeConfig.__dataclass_fields__.keys()
     assert serving["draft_sample_method"] in get_args(DraftSampleMethod)
     assert serving["rejection_sample_method"] in get_args(RejectionSampleMethod)
+
+
+def test_card_says_when_calibration_did_not_help(made: tuple, tmp_path: Path) -> None:
+    made[3].record.facts.update(scale=1.0, shift=0.0)
+    text = (publish(made, tmp_path / "release").folder / "README.md").read_text()
+    assert "The confidence head is as trained" in text
+    assert "is calibrated" not in text
 
 
 def test_local_target_is_not_named_as_base_model(made: tuple, tmp_path: Path) -> None:
