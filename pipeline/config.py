@@ -106,12 +106,12 @@ def load(source: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     schema = OmegaConf.structured(PipelineConfig)
     try:
         merged = OmegaConf.merge(schema, OmegaConf.load(source))
-    except (OmegaConfBaseException, YAMLError) as error:
+    except (OmegaConfBaseException, YAMLError, TypeError) as error:  # TypeError: a list for a mapping
         raise ConfigError(f"{source}: {_first_line(error)}") from error
     for override in overrides:
         try:
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([override]))
-        except (OmegaConfBaseException, YAMLError) as error:
+        except (OmegaConfBaseException, YAMLError, TypeError) as error:
             raise ConfigError(f"{override}: {_first_line(error)}") from error
     try:
         return OmegaConf.to_object(merged)
