@@ -30,6 +30,7 @@ class Tally:
     ids: set[str] = field(default_factory=set)
     reasons: Counter[str] = field(default_factory=Counter)
     lost_parts: Counter[str] = field(default_factory=Counter)
+    turns_left_out: int = 0
     set_aside_ids: set[str] = field(default_factory=set)
     tokens: int = 0
     supervised_tokens: int = 0
@@ -77,12 +78,17 @@ class Tally:
             )
 
     def counts(self, prompts_in: int) -> dict[str, int]:
-        """Conversations: prompts_in = kept + dropped_... + failed_...; their sequences, and what they lost of them."""
+        """Conversations: prompts_in = kept + dropped_... + failed_...; and what the kept ones are: sequences.
+
+        `parts_dropped_...` are sequences that they lost, `turns_left_out` their turns without an answer
+        after one that was cut, left no room, or cannot be shown by the template.
+        """
         return {
             "prompts_in": prompts_in,
             "kept": len(self.ids),
             **{f"kept_{split}": self.per_split[split] for split in SPLITS},
             **{f"sequences_{split}": self.sequences[split] for split in SPLITS},
+            "turns_left_out": self.turns_left_out,
             **dict(sorted(self.reasons.items())),
             **{f"parts_{reason}": lost for reason, lost in sorted(self.lost_parts.items())},
         }
@@ -143,6 +149,7 @@ def write_corpus(shards: Sequence[Shard], selection: Selection, folder: Path) ->
         tally.generated_tokens += outcome.generated_tokens
         tally.generate_s += outcome.generate_s
         tally.lost_parts += outcome.lost_parts
+        tally.turns_left_out += outcome.turns_left_out
         lost += outcome.set_aside
         sequences = iter(outcome.sequences)
         for id_, number in outcome.kept:

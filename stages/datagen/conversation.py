@@ -5,9 +5,10 @@
     {"messages": [{"role", "content", ...}, ...]}    a conversation; "conversations" with "from" and "value" too
     {"input_ids": [...], "loss_mask": [...]}         token ids, with "messages" if they are known
 
-and optionally "id", "domain" and, for the first three, "tools". Messages may carry "reasoning_content" and
-"tool_calls"; the latter may be answered by messages of the role "tool". "messages" and "tools" may be
-JSON text, which in Parquet is the way to keep objects that differ from row to row.
+and optionally "id", "domain" and, for the first three, "tools". Messages may carry "reasoning_content"
+(also called "reasoning" or "thinking") and "tool_calls"; the latter may be answered by messages of the
+role "tool". "messages" and "tools" may be JSON text, which in Parquet is the way to keep objects that
+differ from row to row.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Message = dict[str, Any]
 EXPECTED_ROW = (
     '"prompt": text, "turns": [text, ...], "messages": [{"role", "content"}, ...] or "input_ids" with "loss_mask"'
 )
-MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # others are left out
+MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")  # and thoughts; others are left out
+THOUGHTS_KEYS = ("reasoning_content", "reasoning", "thinking")  # the first is the name that is used here
 ROLES = {"human": "user", "gpt": "assistant"}  # of "conversations"
 
 
@@ -172,6 +174,9 @@ def _messages(value: Any, where: str, form: str) -> tuple[Message, ...]:
     messages: list[Message] = []
     for place, given in enumerate(raw):
         message = {key: given[key] for key in MESSAGE_KEYS if given.get(key) not in (None, [])}
+        thoughts = next((given[key] for key in THOUGHTS_KEYS if given.get(key) is not None), None)
+        if thoughts is not None:
+            message["reasoning_content"] = thoughts
         if "from" in given:
             message |= {"role": ROLES.get(given["from"], given["from"]), "content": given.get("value")}
         role, before = message.get("role"), messages[-1]["role"] if messages else None

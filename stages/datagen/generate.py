@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from stages.datagen.conversation import Conversation, Turn
@@ -91,7 +92,7 @@ class ShardRun:
         token_ids, config = transcript.input_ids, self.limits.config
         if not self.limits.has_room(len(token_ids)):
             if turn:  # what was answered so far stands
-                self._finish(id_)
+                self._finish(id_, len(self.turns[id_]) - turn)
             else:
                 self._drop(id_, "dropped_too_long", f"{len(token_ids)} tokens before the first answer")
             return None
@@ -113,17 +114,19 @@ class ShardRun:
         if result.finish_reason not in ("stop", "length"):
             self._drop(id_, f"failed_{result.finish_reason}", result.error)
             return
-        stopped, is_last = result.finish_reason == "stop", turn + 1 == len(turns)
+        is_last = turn + 1 == len(turns)
         # Results of tools fit only the calls that the source made, so later turns remember those.
         remembered = turns[turn].given if not is_last and turns[turn + 1].has_tool_results else None
-        said = self.transcripts[id_].answer(result.token_ids, stopped=stopped, remembered=remembered)
+        transcript = self.transcripts[id_]
+        said = transcript.answer(result.token_ids, stopped=result.finish_reason == "stop", remembered=remembered)
         if not said["content"].strip():
             self._drop(id_, "dropped_empty_answer", f"turn {turn}")
-        elif is_last or not stopped:
-            self._finish(id_)
+        elif is_last or not transcript.goes_on:
+            self._finish(id_, len(turns) - turn - 1)
 
-    def _finish(self, id_: str) -> None:
-        self._settle(id_, self.limits.settle(self.conversations[id_], self.transcripts[id_].parts()))
+    def _finish(self, id_: str, turns_left_out: int) -> None:
+        settled = self.limits.settle(self.conversations[id_], self.transcripts[id_].parts())
+        self._settle(id_, replace(settled, turns_left_out=turns_left_out))
 
     def _drop(self, id_: str, reason: str, cause: str) -> None:
         self._settle(id_, Settled.without(SetAside(id_, reason, cause)))

@@ -22,6 +22,7 @@ class Settled:
     sequences: tuple[TokenSequence, ...]
     lost_parts: Counter[str]  # by reason
     set_aside: SetAside | None = None
+    turns_left_out: int = 0  # wanted an answer, but the conversation ended before
 
     @classmethod
     def without(cls, set_aside: SetAside) -> Self:
@@ -37,6 +38,7 @@ class ShardOutcome:
     kept: list[tuple[str, int]] = field(default_factory=list)  # id and number of sequences
     set_aside: list[SetAside] = field(default_factory=list)
     lost_parts: Counter[str] = field(default_factory=Counter)  # of kept conversations
+    turns_left_out: int = 0  # of kept conversations
     generated_tokens: int = 0
     generate_s: float = 0.0
 
@@ -48,6 +50,7 @@ class ShardOutcome:
         self.sequences += settled.sequences
         self.kept.append((id_, len(settled.sequences)))
         self.lost_parts += settled.lost_parts
+        self.turns_left_out += settled.turns_left_out
 
 
 @dataclass(frozen=True)

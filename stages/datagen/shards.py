@@ -45,6 +45,7 @@ class Shard:
             "kept": outcome.kept,
             "set_aside": [dataclasses.asdict(one) for one in outcome.set_aside],
             "lost_parts": outcome.lost_parts,
+            "turns_left_out": outcome.turns_left_out,
             "generated_tokens": outcome.generated_tokens,
             "generate_s": outcome.generate_s,
         }
@@ -62,6 +63,7 @@ class Shard:
             kept=[(id_, number) for id_, number in note["kept"]],
             set_aside=[SetAside(**row) for row in note["set_aside"]],
             lost_parts=Counter(note["lost_parts"]),
+            turns_left_out=note["turns_left_out"],
             generated_tokens=note["generated_tokens"],
             generate_s=note["generate_s"],
         )

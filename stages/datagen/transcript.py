@@ -38,6 +38,7 @@ class Transcript:
     tools: Sequence[Message] = ()
     messages: tuple[Message, ...] = ()
     input_ids: list[int] = field(default_factory=list)
+    goes_on: bool = True  # whether there can be another turn
     _loss_mask: list[bool] = field(default_factory=list)
     _text: str = ""  # what `input_ids` reads as
     _closed: list[Part] = field(default_factory=list)
@@ -60,14 +61,17 @@ class Transcript:
     def answer(self, token_ids: Sequence[int], *, stopped: bool, remembered: Message | None = None) -> Message:
         """Append generated ids and return them as a message; `stopped` says that the last one ends the turn.
 
-        `remembered` takes the answer's place in the past of later turns.
+        `remembered` takes the answer's place in the past of later turns. There are none when the answer
+        is cut, or no message is shown by the template like the answer and none is remembered.
         """
         content_ids, end_ids = (token_ids[:-1], token_ids[-1:]) if stopped else (token_ids, ())
         text = self.template.decode(content_ids)
-        message = self.template.message(text)
+        parsed = self.template.parse(text) if stopped else None
+        message = parsed or {"role": "assistant", "content": text}
         self._append(token_ids, supervised=True)
         self._text += text + self.template.decode(end_ids)
         self._answer_is(message)
+        self.goes_on = stopped and (remembered or parsed) is not None
         self.messages = (*self.messages[:-1], remembered or message)
         return message
 

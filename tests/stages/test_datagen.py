@@ -113,11 +113,13 @@ def test_answer_cut_by_length_ends_the_conversation(run: Run, pool: FakePool, te
         return GenerationResult(request.id, tuple(template.encode("answer" * 30)[: request.max_tokens]), "length")
 
     pool.answer = endless
-    sequence = everything(run([{"turns": ["a", "b"]}], max_new_tokens=7))["chat-1"]
+    corpus = run([{"turns": ["a", "b"]}], max_new_tokens=7)
+    sequence = everything(corpus)["chat-1"]
     assert sequence.loss_mask.sum() == 7
     assert sequence.loss_mask[-1]
     assert END_OF_TURN not in supervised_spans(sequence, template)[0]
     assert len(pool.requests) == 1
+    assert corpus.record.counts["turns_left_out"] == 1
 
 
 def test_requests_carry_sampling_and_seeds_of_their_own(run: Run, pool: FakePool) -> None:

@@ -56,6 +56,20 @@ OPENER = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }
     "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
 )
 
+# Opens the thoughts, keeps them, and has marks around what is said, as Kimi K3's does.
+TAGGER = """
+{%- macro opening() -%}{{- '[think]' if thinking is undefined or thinking else '[say]' -}}{%- endmacro -%}
+{%- for m in messages -%}
+{{- '<|im_start|>' + m.role + '\n' -}}
+{%- if m.role == 'assistant' -%}
+{{- opening() -}}
+{%- if thinking is undefined or thinking -%}{{- (m.get('reasoning') or '') + '[/think][say]' -}}{%- endif -%}
+{{- m.content + '[/say]' -}}
+{%- else -%}{{- m.content -}}{%- endif -%}
+{{- '<|im_end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' + opening() -}}{%- endif -%}"""
+
 SHOUTER = CHATML.replace("{{ m.content }}", "{{ m.content | upper if m.role == 'assistant' else m.content }}")
 OTHER_END = CHATML.replace("<|im_end|>\n", "<|endoftext|>\n")
 HEADLESS = (
@@ -145,6 +159,36 @@ def test_past_that_is_shown_differently_makes_one_sequence_an_answer(
     assert {sequence.opening for sequence in sequences.values()} == {"one"}
 
 
+def tagged(text: str) -> Callable[[GenerationRequest, Any], GenerationResult]:
+    def answer(request: GenerationRequest, tokenizer: Any) -> GenerationResult:
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        return GenerationResult(request.id, (*ids, tokenizer.eos_token_id), "stop")
+
+    return answer
+
+
+@pytest.mark.parametrize(("thinking", "text"), [("template", "hmm[/think][say]yes[/say]"), ("off", "yes[/say]")])
+def test_marks_of_the_template_are_not_taken_for_what_was_said(
+    run: Run, load: Load, pool: FakePool, thinking: str, text: str
+) -> None:
+    pool.answer = tagged(text)
+    (sequence,) = everything(run(TAGGER, {"turns": ["one", "two", "three"]}, thinking=thinking)).values()
+    template = load(TAGGER, thinking)
+    assert supervised_spans(sequence, template) == [text + END_OF_TURN] * 3
+    messages = json.loads(sequence.messages)
+    thoughts = {"reasoning_content": "hmm"} if thinking == "template" else {}
+    assert messages[1::2] == [{"role": "assistant", "content": "yes", **thoughts}] * 3
+    assert template.decode(sequence.input_ids.tolist()) == template.render(messages, ask=False)
+
+
+def test_answer_that_no_message_is_shown_like_ends_the_conversation(run: Run, pool: FakePool) -> None:
+    pool.answer = tagged("no marks")
+    corpus = run(TAGGER, {"id": "x", "turns": ["one", "two", "three"]})
+    (sequence,) = everything(corpus).values()
+    assert [m["content"] for m in json.loads(sequence.messages)] == ["one", "no marks"]
+    assert (len(pool.requests), corpus.record.counts["turns_left_out"]) == (1, 2)
+
+
 def test_short_parts_are_counted_and_do_not_take_the_conversation_with_them(run: Run, pool: FakePool) -> None:
     def answer(request: GenerationRequest, tokenizer: Any) -> GenerationResult:
         if tokenizer.decode(request.prompt_token_ids).endswith("two<|im_end|>\n<|im_start|>assistant\n"):
@@ -173,7 +217,7 @@ def test_conversation_that_outgrows_the_room_ends_with_its_last_answer(run: Run,
     assert [m["role"] for m in json.loads(sequence.messages)] == ["user", "assistant"] * 2
     assert sequence.loss_mask[-1]
     assert sequence.input_ids[-1] == pool.tokenizer.eos_token_id
-    assert corpus.record.counts["dropped_too_long"] == 1
+    assert corpus.record.counts["dropped_too_long"] == corpus.record.counts["turns_left_out"] == 1
 
 
 @pytest.mark.parametrize("same_call", [True, False])
@@ -261,6 +305,13 @@ def test_given_thoughts_are_supervised_where_the_template_shows_them(load: Load)
     ]
 
 
+def test_given_thoughts_go_by_the_template_s_own_name(load: Load) -> None:
+    template = load(TAGGER)
+    assert spans_of(template, said("a", "one", "b", "two", reasoning_content="hmm")) == [
+        ["hmm[/think][say]one[/say]<|im_end|>", "hmm[/think][say]two[/say]<|im_end|>"]
+    ]
+
+
 def test_given_calls_are_supervised_and_results_are_not(load: Load) -> None:
     messages = [*TOOL_CHAT, *said("thanks", "welcome")]
     assert spans_of(load(THINKER), messages, [ADD]) == [
@@ -321,8 +372,9 @@ def test_day_is_the_same_every_day(load: Load) -> None:
 
 
 def test_thinking_off_reaches_templates_that_have_the_switch(load: Load) -> None:
-    assert load(THINKER, "off").render(said("a")).endswith("</think>\n\n")
-    assert "<think>" not in load(THINKER).render(said("a"))
+    assert load(THINKER, "off").options == {"enable_thinking": False}
+    assert load(TAGGER, "off").options == {"thinking": False}
+    assert load(THINKER, "template").options == {}
     assert load(CHATML, "off").options == {}
 
 
