@@ -74,7 +74,7 @@ class Limits:
         """The sequences of `parts` that keep to the limits; with none left, the reason of the last one."""
         sequences: list[TokenSequence] = []
         lost: Counter[str] = Counter()
-        last = ("dropped_empty_answer", "no answer")
+        last = ("", "")
         for number, part in enumerate(parts, start=1):
             id_ = conversation.id if len(parts) == 1 else part_id(conversation.id, number)
             sequence = TokenSequence(

@@ -156,15 +156,19 @@ def test_data_set_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and no way to the Hub."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / ".cache" / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    return tmp_path / "hub"
+    return tmp_path / ".cache" / "hub"
 
 
 def cached(hub_cache: Path, prompt: str, commit: str) -> None:
-    """What a download of owner/talk at `main` leaves in the cache."""
+    """What a download of owner/talk at `main` leaves in the cache: links to what it got."""
     repository = hub_cache / "datasets--owner--talk"
-    write_dataset(repository / "snapshots" / commit, [{"prompt": prompt}], [{"prompt": "t"}])
+    got = write_dataset(repository / "blobs" / commit, [{"prompt": prompt}], [{"prompt": "t"}])
+    for path in [p for p in got.rglob("*") if p.is_file()]:
+        link = repository / "snapshots" / commit / path.relative_to(got)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(path)
     (repository / "refs").mkdir(exist_ok=True)
     (repository / "refs" / "main").write_text(commit)
 
