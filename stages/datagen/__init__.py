@@ -1,1 +1,1 @@
-"""From prompts to a corpus: the target answers every prompt itself, or given answers are kept; exact tokens either way."""
+"""From prompts to a corpus: the target answers every prompt, or given answers are kept; exact tokens either way."""
