@@ -48,6 +48,8 @@ BOUNDS: dict[str, str] = {
     "datagen.limit": _COUNT,
     "datagen.temperature": "[0, 100]",
     "datagen.top_p": "(0, 1]",
+    "datagen.top_k": "[0, 1e9]",
+    "datagen.min_p": _PART,
     "datagen.max_new_tokens": "[1, 1e9]",
     "datagen.max_sequence_tokens": "[2, 1e9]",
     "datagen.min_supervised_tokens": "[1, 1e9]",

@@ -32,7 +32,7 @@ def check(config: PipelineConfig) -> None:
         shape = known_shape(config.target)
         check_draft(config.draft, shape)
         check_engine(config.engine)
-        check_prompts(config.datagen)
+        check_prompts(config.datagen, shape.vocab_size)
         check_publish(config.publish)
         check_tracking(config.tracking)
     except ValueError as error:
@@ -72,6 +72,11 @@ def check_sizes(config: PipelineConfig) -> None:
         raise ConfigError(
             f"datagen.temperature={config.datagen.temperature}: calibrate counts acceptance against greedy answers and "
             "needs 0; or set draft.confidence_head=false draft.confidence_with_markov=false"
+        )
+    if not config.datagen.regenerate and config.draft.confidence_head:
+        raise ConfigError(
+            "datagen.regenerate=False: calibrate counts acceptance against greedy answers of the target, found given "
+            "ones; set draft.confidence_head=false draft.confidence_with_markov=false"
         )
     train, calibrate = config.train, config.calibrate
     if not train.ce_weight + train.l1_weight:

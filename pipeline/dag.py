@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from pipeline.config import PipelineConfig, flat
 from stages.artifacts import Artifact, ArtifactError, Layout, Record, Workspace, digest, fingerprint
-from stages.datagen.prompts import source_digests
+from stages.datagen.sources import content as datagen_content
 from stages.target import content, is_current
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _publish(c: PipelineConfig, i: Inputs, out: Workspace) -> Artifact:
 
 STAGES: tuple[Stage, ...] = (
     Stage("target", "Target", (), ("target",), 1, _target),
-    Stage("datagen", "Corpus", ("target",), ("datagen", "engine"), 1, _datagen),
+    Stage("datagen", "Corpus", ("target",), ("datagen", "engine"), 2, _datagen),
     Stage("train", "Draft", ("target", "datagen"), ("train", "draft", "engine"), 1, _train),
     Stage("calibrate", "Calibration", ("target", "datagen", "train"), ("calibrate", "draft", "engine"), 2, _calibrate),
     Stage("evaluate", "Report", ("target", "datagen", "calibrate"), ("evaluate", "draft", "engine"), 1, _evaluate),
@@ -169,7 +169,7 @@ def _told(config: PipelineConfig, section: str) -> Any:
     if section == "target":
         values["content"] = content(config.target)
     if section == "datagen":
-        values["content"] = [[Path(name).stem, sha256] for name, sha256 in source_digests(config.datagen).items()]
+        values["content"] = datagen_content(config.datagen)
     return values
 
 

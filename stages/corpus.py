@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import unicodedata
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +25,7 @@ SCHEMA = pa.schema(
         ("domain", pa.string()),
         ("input_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.bool_())),  # true where the target wrote the token
-        ("messages", pa.string()),  # JSON
+        ("messages", pa.string()),  # JSON; empty for rows that came as token ids
     ]
 )
 
@@ -41,6 +44,12 @@ class TokenSequence:
         return len(self.input_ids)
 
     @property
+    def opening(self) -> str:
+        """What the sequence's prompt begins with: see `opening`."""
+        messages = json.loads(self.messages) if self.messages else ()
+        return opening(messages, self.input_ids, self.loss_mask)
+
+    @property
     def checksum(self) -> int:
         """CRC-32 of the token ids; travels with hidden states so that they cannot be swapped."""
         return tokens_checksum(self.input_ids)
@@ -50,6 +59,23 @@ class TokenSequence:
         return TokenSequence(
             self.id, self.domain, self.input_ids[:max_tokens], self.loss_mask[:max_tokens], self.messages
         )
+
+
+def normalised(text: str) -> str:
+    """`text` without differences of case, of white space and of Unicode composition."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def opening(messages: Sequence[Mapping[str, Any]], input_ids: np.ndarray, loss_mask: np.ndarray) -> str:
+    """The normalised first user message; without messages, the ids before the first supervised one (or all).
+
+    Sequences that share it are variants of one prompt, and never lie in different splits.
+    """
+    for message in messages:
+        if message["role"] == "user":
+            return normalised(message["content"])
+    prompt_ids = input_ids[: np.argmax(loss_mask) or None]
+    return " ".join(map(str, prompt_ids.tolist()))
 
 
 def tokens_checksum(token_ids: np.ndarray | list[int]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from stages.calibrate.scaling import (
     if_better,
     measure,
 )
-from stages.corpus import Corpus, TokenSequence
+from stages.corpus import Corpus
 from stages.draft.artifact import TEMPERATURES, Calibration, Draft
 from stages.draft.checkpoint import CALIBRATION_KEY, CONFIG, head_digest, load_draft, scale_confidence
 from stages.draft.config import DraftConfig
@@ -112,7 +111,7 @@ def fit(config: CalibrateConfig, corpus: Corpus, draft_artifact: Draft, out: Wor
     sequences may have been set aside for a reason that has passed.
     """
     records = load(out.path / RECORDS)
-    openings = {sequence.id: opening(sequence) for sequence in corpus.sequences("calibration")}
+    openings = {sequence.id: sequence.opening for sequence in corpus.sequences("calibration")}
     is_fit_N = np.array([in_fit_part(openings[id_], config) for id_ in records.prompt_N], dtype=bool)
     fit_part, test_part = records.take(is_fit_N), records.take(~is_fit_N)
     try:
@@ -160,16 +159,6 @@ def fit(config: CalibrateConfig, corpus: Corpus, draft_artifact: Draft, out: Wor
         },
         drop=[WORK],
     )
-
-
-def opening(sequence: TokenSequence) -> str:
-    """The first user message without differences of case, white space and Unicode composition.
-
-    Conversations that share it are variants of one prompt, and datagen keeps them in one split.
-    """
-    messages = json.loads(sequence.messages)
-    text = next(message["content"] for message in messages if message["role"] == "user")
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def in_fit_part(opening: str, config: CalibrateConfig) -> bool:

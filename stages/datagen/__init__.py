@@ -1,1 +1,1 @@
-"""From prompts to a corpus: the target answers every prompt itself, and its exact tokens are kept."""
+"""From prompts to a corpus: the target answers every prompt, or given answers are kept; exact tokens either way."""

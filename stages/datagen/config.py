@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from stages.artifacts import resource
 
 
 @dataclass(frozen=True)
+class HubDataset:
+    """One split of a data set on the Hub, or of a local folder laid out like one."""
+
+    path: str  # owner/name, or a folder
+    revision: str | None = None  # commit, tag or branch; needed for the Hub. What it resolves to is identity
+    name: str | None = None  # configuration of the data set; None: its default
+    split: str = "train"
+
+
+@dataclass(frozen=True)
 class DatagenConfig:
-    """Sources, sampling and splits."""
+    """Sources, answers, filters and splits.
+
+    Sources are read in the order given, files before data sets. The rows' form is told by
+    `stages.datagen.conversation`. `hub` maps a name of your choice, which is the default domain and
+    begins the default ids, to a data set.
+    """
 
     prompts: tuple[str, ...] = resource(())  # JSONL or Parquet files, or folders; their contents are identity
-    limit: int | None = None  # first N prompts of each file
+    hub: dict[str, HubDataset] = field(default_factory=dict, metadata={"identity": False})  # contents, as above
+    limit: int | None = None  # first N rows of each source
+    domain_shares: dict[str, float] = field(default_factory=dict)  # of the prompts, by domain; empty: as they come
+    regenerate: bool = True  # the target writes every answer; false: answers are kept as given, and no engine starts
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    min_p: float = 0.0
     max_new_tokens: int = 1024
-    max_sequence_tokens: int = 4096  # longer conversations are dropped and counted
+    max_sequence_tokens: int = 4096  # longer regenerated sequences are dropped and counted, given ones are cut
     min_supervised_tokens: int = 16
     validation_share: float = 0.05
     calibration_share: float = 0.1
     evaluation_share: float = 0.05
     seed: int = 0
-    shard_conversations: int = resource(512)  # generated together; what a crash can lose
+    shard_conversations: int = resource(512)  # made together; what a crash can lose
     max_failed_share: float = resource(0.01)
     thinking: Literal["template", "off"] = "template"
 
@@ -35,6 +55,8 @@ def check_values(config: DatagenConfig) -> None:
         ("limit", config.limit is None or config.limit >= 1, "at least 1, or null for all"),
         ("temperature", config.temperature >= 0.0, "at least 0"),
         ("top_p", 0.0 < config.top_p <= 1.0, "in (0, 1]"),
+        ("top_k", config.top_k >= 0, "at least 0 (0: all tokens)"),
+        ("min_p", 0.0 <= config.min_p < 1.0, "in [0, 1)"),
         ("max_new_tokens", config.max_new_tokens >= 1, "at least 1"),
         ("min_supervised_tokens", config.min_supervised_tokens >= 1, "at least 1"),
         (
@@ -45,6 +67,7 @@ def check_values(config: DatagenConfig) -> None:
         *((key, 0.0 <= getattr(config, key) < 1.0, "in [0, 1)") for key in held_out),
         ("shard_conversations", config.shard_conversations >= 1, "at least 1"),
         ("max_failed_share", 0.0 <= config.max_failed_share <= 1.0, "in [0, 1]"),
+        ("domain_shares", all(share >= 0.0 for share in config.domain_shares.values()), "shares of at least 0"),
     ]
     for key, holds, expected in rules:
         if not holds:
@@ -53,4 +76,9 @@ def check_values(config: DatagenConfig) -> None:
     if total >= 1.0:
         raise ValueError(
             f"datagen.{' + '.join(held_out)} = {total:g}: expected less than 1, so that training has prompts"
+        )
+    total = sum(config.domain_shares.values())
+    if config.domain_shares and abs(total - 1.0) > 1e-6:
+        raise ValueError(
+            f"datagen.domain_shares={config.domain_shares}: expected shares that add up to 1, not {total:g}"
         )

@@ -6,18 +6,15 @@ Knows the pool only as something that generates. Knows nothing of files, splits 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
-from jinja2 import TemplateError
-
-from stages.corpus import TokenSequence
-from stages.datagen.config import DatagenConfig
-from stages.datagen.prompts import Prompt
-from stages.datagen.template import ChatTemplate, RewritesHistoryError, Transcript
+from stages.datagen.conversation import Conversation, Turn
+from stages.datagen.outcome import Limits, Settled, ShardOutcome
+from stages.datagen.prompts import SetAside
+from stages.datagen.template import ChatTemplate, TemplateRefusal
+from stages.datagen.transcript import Transcript
 from stages.engine.requests import GenerationRequest, GenerationResult
 
 
@@ -29,62 +26,12 @@ class Generator(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class SetAside:
-    """A conversation that is not in the corpus: `reason` is a key of the counts."""
-
-    id: str
-    reason: str  # dropped_... by a filter, failed_... by an error
-    cause: str = ""
-
-    @property
-    def failed(self) -> bool:
-        return self.reason.startswith("failed_")
-
-
-@dataclass
-class ShardOutcome:
-    """What became of a shard's prompts: each is in `sequences` or in `set_aside`, in prompt order."""
-
-    sequences: list[TokenSequence] = field(default_factory=list)
-    set_aside: list[SetAside] = field(default_factory=list)
-    generated_tokens: int = 0
-    generate_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Where generation and filters draw the line."""
-
-    config: DatagenConfig
-    max_model_len: int
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Extraction prefills the whole sequence and samples one token, so the engine needs room for it."""
-        return min(self.config.max_sequence_tokens, self.max_model_len - 1)
-
-    def request(self, id_: str, turn: int, token_ids: Sequence[int]) -> GenerationRequest | None:
-        """The request that continues `token_ids`, or None when it cannot fit."""
-        new = self.config.max_new_tokens
-        if len(token_ids) >= self.max_sequence_tokens or len(token_ids) + new > self.max_model_len:
-            return None
-        return GenerationRequest(
-            id=id_,
-            prompt_token_ids=tuple(token_ids),
-            max_tokens=new,
-            temperature=self.config.temperature,
-            top_p=self.config.top_p,
-            seed=request_seed(self.config.seed, id_, turn),
-        )
-
-
 def request_seed(seed: int, id_: str, turn: int) -> int:
     """31-bit sampling seed of one turn: the same whatever the order, the shard or the actor."""
     return int.from_bytes(hashlib.sha256(f"{seed}\0{id_}\0{turn}".encode()).digest()[:4], "big") >> 1
 
 
-OnAnswer = Callable[[int], None]  # generated tokens of one answer
+OnAnswer = Callable[[int], None]  # tokens of one answer
 OnSettled = Callable[[SetAside | None], None]  # a conversation ended; None: it was kept
 
 
@@ -97,27 +44,25 @@ class ShardRun:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        conversations: Sequence[Conversation],
         template: ChatTemplate,
         limits: Limits,
         on_answer: OnAnswer,
         on_settled: OnSettled,
     ) -> None:
-        self.prompts = {prompt.id: prompt for prompt in prompts}
+        self.conversations = {one.id: one for one in conversations}
+        self.turns: dict[str, list[Turn]] = {one.id: one.turns(regenerate=True) for one in conversations}
+        self.transcripts = {one.id: Transcript(template, one.tools) for one in conversations}
         self.limits = limits
         self.on_answer, self.on_settled = on_answer, on_settled
-        self.transcripts = {
-            p.id: Transcript(template, [{"role": "system", "content": p.system}] if p.system is not None else [])
-            for p in prompts
-        }
-        self.kept: dict[str, TokenSequence] = {}
-        self.set_aside: dict[str, SetAside] = {}
+        self.settled: dict[str, Settled] = {}
         self.generated_tokens = 0
 
     def run(self, pool: Generator) -> ShardOutcome:
         """Answer everything. Raises RuntimeError when the pool's results do not match the requests."""
-        for turn in range(max(len(prompt.turns) for prompt in self.prompts.values())):
-            requests = [request for id_ in self._open() if (request := self._ask(id_, turn))]
+        for turn in range(max(len(turns) for turns in self.turns.values())):
+            open_ids = [id_ for id_ in self.conversations if id_ not in self.settled]
+            requests = [request for id_ in open_ids if (request := self._ask(id_, turn))]
             waiting = {request.id for request in requests}
             for result in pool.generate(requests) if requests else ():
                 if result.id not in waiting:
@@ -131,61 +76,61 @@ class ShardRun:
                     f"datagen turn {turn}: expected {len(requests)} results,"
                     f" found {len(waiting)} missing, such as {min(waiting)!r}"
                 )
-        return ShardOutcome(
-            [self.kept[id_] for id_ in self.prompts if id_ in self.kept],
-            [self.set_aside[id_] for id_ in self.prompts if id_ in self.set_aside],
-            self.generated_tokens,
-        )
-
-    def _open(self) -> list[str]:
-        return [id_ for id_ in self.prompts if id_ not in self.kept and id_ not in self.set_aside]
+        outcome = ShardOutcome(generated_tokens=self.generated_tokens)
+        for id_ in self.conversations:
+            outcome.add(id_, self.settled[id_])
+        return outcome
 
     def _ask(self, id_: str, turn: int) -> GenerationRequest | None:
+        """The request for this turn's answer; None when the conversation has ended instead."""
         transcript = self.transcripts[id_]
         try:
-            transcript.ask(self.prompts[id_].turns[turn])
-        except RewritesHistoryError as error:
-            self._drop(id_, "dropped_template_rewrites_history", str(error))
+            transcript.ask(self.turns[id_][turn].context)
+        except TemplateRefusal as error:
+            self._drop(id_, error.reason, str(error))
             return None
-        except TemplateError as error:
-            self._drop(id_, "failed_template", str(error))
+        token_ids, config = transcript.input_ids, self.limits.config
+        if not self.limits.has_room(len(token_ids)):
+            if turn:  # what was answered so far stands
+                self._finish(id_, len(self.turns[id_]) - turn)
+            else:
+                self._drop(id_, "dropped_too_long", f"{len(token_ids)} tokens before the first answer")
             return None
-        request = self.limits.request(id_, turn, transcript.input_ids)
-        if request is None:
-            self._drop(id_, "dropped_too_long", f"{len(transcript.input_ids)} tokens before turn {turn}'s answer")
-        return request
+        return GenerationRequest(
+            id=id_,
+            prompt_token_ids=tuple(token_ids),
+            max_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            seed=request_seed(config.seed, id_, turn),
+        )
 
     def _answer(self, result: GenerationResult, turn: int) -> None:
-        id_ = result.id
+        id_, turns = result.id, self.turns[result.id]
         self.generated_tokens += len(result.token_ids)
         self.on_answer(len(result.token_ids))
         if result.finish_reason not in ("stop", "length"):
             self._drop(id_, f"failed_{result.finish_reason}", result.error)
             return
-        stopped = result.finish_reason == "stop"
-        content = self.transcripts[id_].answer(result.token_ids, stopped=stopped)
-        if not content.strip():
-            self._drop(id_, "dropped_empty_answer", f"turn {turn}")
-        elif not stopped or turn + 1 == len(self.prompts[id_].turns):
-            self._finish(id_)
-
-    def _finish(self, id_: str) -> None:
+        is_last = turn + 1 == len(turns)
+        # Results of tools fit only the calls that the source made, so later turns remember those.
+        remembered = turns[turn].given if not is_last and turns[turn + 1].has_tool_results else None
         transcript = self.transcripts[id_]
-        length, supervised = len(transcript.input_ids), transcript.supervised_tokens
-        if length > self.limits.max_sequence_tokens:
-            self._drop(id_, "dropped_too_long", f"{length} tokens")
-        elif supervised < self.limits.config.min_supervised_tokens:
-            self._drop(id_, "dropped_too_few_supervised", f"{supervised} tokens")
-        else:
-            self.kept[id_] = TokenSequence(
-                id_,
-                self.prompts[id_].domain,
-                np.array(transcript.input_ids, dtype=np.int32),
-                np.array(transcript.loss_mask, dtype=bool),
-                json.dumps(transcript.messages, ensure_ascii=False),
-            )
-            self.on_settled(None)
+        said = transcript.answer(result.token_ids, stopped=result.finish_reason == "stop", remembered=remembered)
+        if not said["content"].strip():
+            self._drop(id_, "dropped_empty_answer", f"turn {turn}")
+        elif is_last or not transcript.goes_on:
+            self._finish(id_, len(turns) - turn - 1)
+
+    def _finish(self, id_: str, turns_left_out: int) -> None:
+        settled = self.limits.settle(self.conversations[id_], self.transcripts[id_].parts())
+        self._settle(id_, replace(settled, turns_left_out=turns_left_out))
 
     def _drop(self, id_: str, reason: str, cause: str) -> None:
-        self.set_aside[id_] = SetAside(id_, reason, cause)
-        self.on_settled(self.set_aside[id_])
+        self._settle(id_, Settled.without(SetAside(id_, reason, cause)))
+
+    def _settle(self, id_: str, settled: Settled) -> None:
+        self.settled[id_] = settled
+        self.on_settled(settled.set_aside)

@@ -1,30 +1,33 @@
 """Shards: the pieces of a corpus that survive a crash.
 
-A shard is a Parquet file of its kept conversations and a JSON file, written last, that says which
-prompts it covers and what became of the others.
+A shard is a Parquet file of its sequences and a JSON file, written last, that says which
+conversations it covers and what became of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 
 from stages.artifacts import digest, file_digest, write_json
 from stages.corpus import read_shard, write_shard
-from stages.datagen.generate import SetAside, ShardOutcome
-from stages.datagen.prompts import Prompt
+from stages.datagen.conversation import Conversation
+from stages.datagen.outcome import ShardOutcome
+from stages.datagen.prompts import SetAside
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A run of consecutive prompts, and where its outcome lies."""
+    """Where the outcome of a run of consecutive conversations lies; `covers` is a digest of them, in order."""
 
     folder: Path
     index: int
-    prompts: tuple[Prompt, ...]
+    covers: str
 
     @property
     def data_path(self) -> Path:
@@ -34,17 +37,15 @@ class Shard:
     def note_path(self) -> Path:
         return self.data_path.with_suffix(".json")
 
-    @property
-    def covers(self) -> str:
-        """Digest of the prompts, in order; another shard size or edited prompts give another one."""
-        return digest([[p.id, p.domain, p.system, p.turns] for p in self.prompts])
-
     def save(self, outcome: ShardOutcome) -> None:
         write_shard(self.data_path, outcome.sequences)
         note = {
             "covers": self.covers,
             "sha256": file_digest(self.data_path),
+            "kept": outcome.kept,
             "set_aside": [dataclasses.asdict(one) for one in outcome.set_aside],
+            "lost_parts": outcome.lost_parts,
+            "turns_left_out": outcome.turns_left_out,
             "generated_tokens": outcome.generated_tokens,
             "generate_s": outcome.generate_s,
         }
@@ -58,8 +59,14 @@ class Shard:
                 return None
         except FileNotFoundError:
             return None
-        set_aside = [SetAside(**row) for row in note["set_aside"]]
-        return ShardOutcome([], set_aside, note["generated_tokens"], note["generate_s"])
+        return ShardOutcome(
+            kept=[(id_, number) for id_, number in note["kept"]],
+            set_aside=[SetAside(**row) for row in note["set_aside"]],
+            lost_parts=Counter(note["lost_parts"]),
+            turns_left_out=note["turns_left_out"],
+            generated_tokens=note["generated_tokens"],
+            generate_s=note["generate_s"],
+        )
 
     def load(self) -> ShardOutcome:
         """The saved outcome. The shard must be whole."""
@@ -69,8 +76,10 @@ class Shard:
         return outcome
 
 
-def cut(prompts: Sequence[Prompt], folder: Path, shard_conversations: int) -> list[Shard]:
-    """Shards of consecutive prompts in the given order; the last may be shorter.
+def cut(
+    conversations: Iterable[Conversation], folder: Path, shard_conversations: int
+) -> Iterator[tuple[Shard, tuple[Conversation, ...]]]:
+    """Shards of consecutive conversations in the given order, one at a time; the last may be shorter.
 
     The first try fixes the size in `folder`, so that a rerun with another one finds its shards.
     """
@@ -79,5 +88,9 @@ def cut(prompts: Sequence[Prompt], folder: Path, shard_conversations: int) -> li
         folder.mkdir(parents=True, exist_ok=True)
         write_json(size_path, shard_conversations)
     size = json.loads(size_path.read_text(encoding="utf-8"))
-    starts = range(0, len(prompts), size)
-    return [Shard(folder, index, tuple(prompts[start : start + size])) for index, start in enumerate(starts)]
+    several = iter(conversations)
+    for index in count():
+        batch = tuple(islice(several, size))
+        if not batch:
+            return
+        yield Shard(folder, index, digest([one.covers for one in batch])), batch

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from stages.datagen.generate import SetAside
+from stages.datagen.prompts import SetAside
 from stages.events import Events
 
 TICK_S = 1.0
-"""Least time between two metric rows; generation answers hundreds of requests a second."""
+"""Least time between two metric rows; hundreds of conversations go by in a second."""
 
 
 class Watch:
@@ -26,7 +26,7 @@ class Watch:
         self.failed += sum(one.failed for one in set_aside)
 
     def begin(self) -> None:
-        """Engines are up: speed counts from here, and rows after the kept shards are written anew."""
+        """The first missing shard begins: speed counts from here, and rows after the kept ones are written anew."""
         self.events.rewind(self.done)
         self.last_step = self.done
         self.started = time.monotonic()
@@ -34,12 +34,12 @@ class Watch:
 
     def answered(self, tokens: int) -> None:
         self.tokens += tokens
-        if time.monotonic() - self.last_tick >= TICK_S:
-            self.tick()
+        self._tick_in_time()
 
     def settled(self, set_aside: SetAside | None) -> None:
         """A conversation ended. Raises RuntimeError when too many have failed."""
         self.done += 1
+        self._tick_in_time()
         if set_aside is None or not set_aside.failed:
             return
         self.failed += 1
@@ -54,7 +54,8 @@ class Watch:
         """Say how far it is. One metric row a step: `done` is the axis, as a resume needs."""
         self.last_tick = time.monotonic()
         speed = self.tokens / max(self.last_tick - self.started, 1e-9)
-        self.events.progress("datagen", self.done, self.total, "conversation", note=f"{_short(speed)} tok/s")
+        note = f"{_short(speed)} tok/s" if self.tokens else ""
+        self.events.progress("datagen", self.done, self.total, "conversation", note=note)
         if self.done > self.last_step and self.tokens:
             self.last_step = self.done
             values = {
@@ -63,6 +64,10 @@ class Watch:
                 "failed_conversations": self.failed,
             }
             self.events.metrics(values, step=self.done)
+
+    def _tick_in_time(self) -> None:
+        if time.monotonic() - self.last_tick >= TICK_S:
+            self.tick()
 
 
 def _short(number: float) -> str:

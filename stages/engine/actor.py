@@ -88,6 +88,8 @@ class VllmActor:
             params = SamplingParams(
                 temperature=request.temperature,
                 top_p=request.top_p,
+                top_k=request.top_k,
+                min_p=request.min_p,
                 max_tokens=request.max_tokens,
                 seed=request.seed,
                 detokenize=False,

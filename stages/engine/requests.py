@@ -22,6 +22,8 @@ class GenerationRequest:
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    min_p: float = 0.0
     seed: int | None = None
 
 

@@ -102,6 +102,11 @@ BAD = {
     "datagen.prompts=mine.jsonl": ["datagen.prompts", "a list is written [a,b]"],
     "datagen.prompts=[nowhere.jsonl]": ["nowhere.jsonl"],
     "datagen.prompts=[]": ["datagen.prompts"],
+    "datagen.regenerate=false": ["datagen.regenerate=false", "a prompt alone"],
+    "datagen.hub=[a/b]": ["datagen.hub=[a/b]"],
+    "datagen.hub.chat.pth=a/b": ["datagen.hub.chat.pth", "'path'"],
+    "datagen.hub.chat.path=nowhere": ["datagen.hub.chat.path=nowhere"],
+    "datagen.domain_shares={chat: 0.5}": ["datagen.domain_shares", "0.5"],
     "target.path=nowhere": ["target"],
     "target.tiny=null": ["target", "neither"],
 }
@@ -174,6 +179,16 @@ def test_prompts_file_without_prompts_is_refused(content: str, part: str, tmp_pa
         checks.check(load(conf_path("tiny"), [f"out={tmp_path}", f"datagen.prompts=[{path}]"]))
     assert str(path) in str(refused.value)
     assert part in str(refused.value)
+
+
+def test_given_answers_cannot_calibrate_a_confidence_head(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n')
+    given = [f"out={tmp_path}", f"datagen.prompts=[{path}]", "datagen.regenerate=false"]
+    with pytest.raises(ConfigError, match=r"datagen\.regenerate=False: .*draft\.confidence_head=false"):
+        checks.check(load(conf_path("tiny"), given))
+    without = ["draft.confidence_head=false", "draft.confidence_with_markov=false"]
+    checks.check(load(conf_path("tiny"), [*given, *without]))
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])

@@ -1,4 +1,4 @@
-"""A byte-level target without weights, and a pool whose answers are a pure function of the request."""
+"""A byte-level target without weights, a pool that answers as a pure function of the request, the stage on both."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from stages.artifacts import RECORD, Record, write_json
+from stages.artifacts import RECORD, Record, Workspace, write_json
+from stages.corpus import SPLITS, Corpus, TokenSequence
+from stages.datagen import stage
+from stages.datagen.config import DatagenConfig
+from stages.datagen.template import ChatTemplate
+from stages.engine.config import EngineConfig
 from stages.engine.requests import GenerationRequest, GenerationResult
+from stages.hidden_states.config import HiddenStatesConfig
 from stages.target import Target
 
 CHATML = (
@@ -22,6 +29,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 END_OF_TURN = "<|im_end|>"
+VOCAB_SIZE = 300
+SHAPE = {"num_layers": 2, "hidden_size": 8, "vocab_size": VOCAB_SIZE, "max_positions": 4096}
 
 
 def save_tokenizer(folder: Path, chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
@@ -30,7 +39,7 @@ def save_tokenizer(folder: Path, chat_template: str | None = CHATML) -> PreTrain
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300,
+        vocab_size=VOCAB_SIZE,
         special_tokens=["<|endoftext|>", "<|im_start|>", END_OF_TURN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -45,9 +54,9 @@ def save_tokenizer(folder: Path, chat_template: str | None = CHATML) -> PreTrain
 def make_target(root: Path, chat_template: str | None = CHATML) -> Target:
     """A target artifact with a tokenizer and no weights."""
     folder = root / "model"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     save_tokenizer(folder, chat_template)
-    facts = {"built": False, "model": str(folder), "revision": "r1", "trust_remote_code": False, "shape": {}}
+    facts = {"built": False, "model": str(folder), "revision": "r1", "trust_remote_code": False, "shape": SHAPE}
     write_json(root / RECORD, Record("Target", "target-id", 1, {}, {}, {}, {}, facts, "", "", 0.0).__dict__)
     return Target.load(root)
 
@@ -94,3 +103,34 @@ class FakePool:
 def write_prompts(path: Path, rows: Iterable[Any]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+def run_datagen(folder: Path, target: Target, rows: list[Any], name: str = "corpus", **values: Any) -> Corpus:
+    """The stage on `rows`; what it leaves lies in `folder / name`."""
+    config = DatagenConfig(
+        prompts=(write_prompts(folder / "chat.jsonl", rows),),
+        **{"max_new_tokens": 64, "min_supervised_tokens": 2, **values},
+    )
+    out = Workspace(final=folder / name, identity="x")
+    engine, hidden_states = EngineConfig(max_model_len=1024), HiddenStatesConfig()
+    with out.locked():
+        return stage.run(config, target, engine=engine, hidden_states=hidden_states, layer_ids=(1, 3), out=out)
+
+
+def everything(corpus: Corpus) -> dict[str, TokenSequence]:
+    return {s.id: s for split in SPLITS for s in corpus.sequences(split)}
+
+
+def supervised_spans(sequence: TokenSequence, template: ChatTemplate) -> list[str]:
+    """Texts of the runs of ids under the loss mask."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], sequence.loss_mask, [False]]).astype(int)))
+    return [template.decode(sequence.input_ids[a:b].tolist()) for a, b in edges.reshape(-1, 2)]
+
+
+def unsupervised_start(sequence: TokenSequence, template: ChatTemplate) -> str:
+    """What the target reads before its first supervised token."""
+    return template.decode(sequence.input_ids[: np.argmax(sequence.loss_mask)].tolist())
+
+
+def file_bytes(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix == ".parquet" or p.name == "set_aside.jsonl"}

@@ -185,20 +185,6 @@ def test_fit_and_test_share_no_prompt_and_the_seed_decides() -> None:
     assert fit != [stage.in_fit_part(opening, replace(CONFIG, seed=1)) for opening in openings]
 
 
-def test_variants_of_a_prompt_have_one_opening() -> None:
-    told = [
-        said(blank("a"), ("user", "What is\n  ＸＮＯＲ?"), ("assistant", "A gate.")),
-        said(blank("b"), ("system", "Be brief."), ("user", "what IS xnor? ")),
-        said(blank("c"), ("user", "What is XNOR?"), ("assistant", "A gate."), ("user", "More.")),
-    ]
-    assert {stage.opening(sequence) for sequence in told} == {"what is xnor?"}
-    assert stage.opening(said(blank("d"), ("user", "What is NOR?"))) == "what is nor?"
-
-
-def blank(id_: str) -> TokenSequence:
-    return TokenSequence(id_, "test", np.zeros(1, np.int32), np.ones(1, bool))
-
-
 def said(sequence: TokenSequence, *messages: tuple[str, str]) -> TokenSequence:
     return replace(sequence, messages=json.dumps([{"role": role, "content": text} for role, text in messages]))
 

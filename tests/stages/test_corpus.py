@@ -61,6 +61,28 @@ def test_truncated_keeps_ids_and_mask_of_one_length() -> None:
     assert short.checksum == tokens_checksum(list(range(10)))
 
 
+def test_variants_of_a_prompt_have_one_opening() -> None:
+    def said(*messages: tuple[str, str]) -> TokenSequence:
+        told = json.dumps([{"role": role, "content": text} for role, text in messages])
+        return TokenSequence("x", "test", np.zeros(1, np.int32), np.ones(1, bool), told)
+
+    told = [
+        said(("user", "What is\n  ＸＮＯＲ?"), ("assistant", "A gate.")),
+        said(("system", "Be brief."), ("user", "what IS xnor? ")),
+        said(("user", "What is XNOR?"), ("assistant", "A gate."), ("user", "More.")),
+    ]
+    assert {sequence.opening for sequence in told} == {"what is xnor?"}
+    assert said(("user", "What is NOR?")).opening == "what is nor?"
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"), [([0, 0, 1, 1], "5 6"), ([0, 0, 1, 0], "5 6"), ([1, 0, 1, 1], "5 6 7 8")]
+)
+def test_opening_without_messages_is_the_ids_before_the_answer(mask: list[int], expected: str) -> None:
+    ids = np.array([5, 6, 7, 8], np.int32)
+    assert TokenSequence("x", "test", ids, np.array(mask, bool)).opening == expected
+
+
 def test_corpus_reads_a_split_in_order_over_its_files(tmp_path: Path) -> None:
     out = Workspace(final=tmp_path / "corpus", identity="x")
     out.path.mkdir()

@@ -10,22 +10,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from stages.artifacts import Workspace, file_digest
-from stages.corpus import SPLITS, Corpus, TokenSequence
+from stages.corpus import SPLITS, Corpus
 from stages.datagen import stage
-from stages.datagen.config import DatagenConfig
 from stages.datagen.generate import request_seed
 from stages.datagen.template import ChatTemplate
-from stages.engine.config import EngineConfig
 from stages.engine.requests import GenerationRequest, GenerationResult
-from stages.hidden_states.config import HiddenStatesConfig
 from stages.target import Target
-from tests.stages.datagen_helpers import CHATML, END_OF_TURN, FakePool, make_target, plain_answer, write_prompts
+from tests.stages.datagen_helpers import (
+    CHATML,
+    END_OF_TURN,
+    FakePool,
+    everything,
+    file_bytes,
+    make_target,
+    plain_answer,
+    run_datagen,
+    supervised_spans,
+)
 
-ENGINE = EngineConfig(max_model_len=1024)
 Run = Callable[..., Corpus]
 
 
@@ -49,31 +54,13 @@ def pool(template: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> FakePool:
 @pytest.fixture
 def run(tmp_path: Path, target: Target) -> Run:
     def run_(rows: list[Any], name: str = "corpus", target: Target = target, **values: Any) -> Corpus:
-        config = DatagenConfig(
-            prompts=(write_prompts(tmp_path / "chat.jsonl", rows),),
-            **{"max_new_tokens": 64, "min_supervised_tokens": 2, **values},
-        )
-        out = Workspace(final=tmp_path / name, identity="x")
-        with out.locked():
-            return stage.run(
-                config, target, engine=ENGINE, hidden_states=HiddenStatesConfig(), layer_ids=(1, 3), out=out
-            )
+        return run_datagen(tmp_path, target, rows, name, **values)
 
     return run_
 
 
 def questions(count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"what is the number of {i}", "domain": f"d{i % 2}"} for i in range(count)]
-
-
-def everything(corpus: Corpus) -> dict[str, TokenSequence]:
-    return {s.id: s for split in SPLITS for s in corpus.sequences(split)}
-
-
-def supervised_spans(sequence: TokenSequence, template: ChatTemplate) -> list[str]:
-    """Texts of the runs of ids under the loss mask."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], sequence.loss_mask, [False]]).astype(int)))
-    return [template.decode(sequence.input_ids[a:b].tolist()) for a, b in edges.reshape(-1, 2)]
 
 
 def test_single_turn_mask_is_the_answer_and_its_end(run: Run, pool: FakePool, template: ChatTemplate) -> None:
@@ -126,16 +113,20 @@ def test_answer_cut_by_length_ends_the_conversation(run: Run, pool: FakePool, te
         return GenerationResult(request.id, tuple(template.encode("answer" * 30)[: request.max_tokens]), "length")
 
     pool.answer = endless
-    sequence = everything(run([{"turns": ["a", "b"]}], max_new_tokens=7))["chat-1"]
+    corpus = run([{"turns": ["a", "b"]}], max_new_tokens=7)
+    sequence = everything(corpus)["chat-1"]
     assert sequence.loss_mask.sum() == 7
     assert sequence.loss_mask[-1]
     assert END_OF_TURN not in supervised_spans(sequence, template)[0]
     assert len(pool.requests) == 1
+    assert corpus.record.counts["turns_left_out"] == 1
 
 
 def test_requests_carry_sampling_and_seeds_of_their_own(run: Run, pool: FakePool) -> None:
-    run([{"id": "x", "turns": ["a", "b"]}, {"id": "y", "prompt": "c"}], temperature=0.7, top_p=0.9, seed=5)
-    assert {(r.temperature, r.top_p, r.max_tokens) for r in pool.requests} == {(0.7, 0.9, 64)}
+    rows = [{"id": "x", "turns": ["a", "b"]}, {"id": "y", "prompt": "c"}]
+    run(rows, temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, seed=5)
+    sampling = {(r.temperature, r.top_p, r.top_k, r.min_p, r.max_tokens) for r in pool.requests}
+    assert sampling == {(0.7, 0.9, 20, 0.1, 64)}
     seeds = [r.seed for r in pool.requests]
     assert sorted(seeds) == sorted([request_seed(5, "x", 0), request_seed(5, "x", 1), request_seed(5, "y", 0)])
     assert len(set(seeds)) == 3
@@ -236,25 +227,6 @@ def test_no_room_for_a_prompt_is_refused(run: Run, pool: FakePool) -> None:
         run(questions(3), max_new_tokens=1024)
 
 
-@pytest.mark.parametrize(
-    ("chat_template", "reason"),
-    [
-        (
-            CHATML.replace("{{ m.content }}", "{{ m.content | upper if m.role == 'assistant' else m.content }}"),
-            "rewrites",
-        ),
-        (CHATML.replace("<|im_end|>\n", "<|endoftext|>\n"), "another end of turn"),
-    ],
-)
-def test_template_that_rewrites_history_drops_the_conversation(
-    run: Run, pool: FakePool, tmp_path: Path, chat_template: str, reason: str
-) -> None:
-    other = make_target(tmp_path / "other", chat_template)
-    corpus = run([{"prompt": "single"}, {"turns": ["a", "b"], "id": "multi"}], target=other)
-    assert everything(corpus).keys() == {"chat-1"}, reason
-    assert corpus.record.counts["dropped_template_rewrites_history"] == 1
-
-
 def test_template_error_is_a_named_failure(run: Run, pool: FakePool, tmp_path: Path) -> None:
     strict = make_target(
         tmp_path / "strict",
@@ -273,25 +245,6 @@ def test_nothing_left_to_train_on_is_an_error(run: Run, pool: FakePool) -> None:
         run(questions(3), min_supervised_tokens=500)
 
 
-def test_supervised_share_of_one_is_an_error(run: Run, pool: FakePool, tmp_path: Path) -> None:
-    silent = make_target(tmp_path / "silent", "{# renders nothing #}")
-    with pytest.raises(ValueError, match="expected a supervised share between 0 and 1, found 1"):
-        run(questions(3), target=silent)
-
-
-def test_thinking_off_reaches_templates_that_have_the_switch(tmp_path: Path, target: Target) -> None:
-    switch = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
-    thinker = make_target(tmp_path / "thinker", CHATML + switch)
-    asked = [{"role": "user", "content": "a"}]
-    assert ChatTemplate.load(thinker, "off").render(asked).endswith("</think>\n\n")
-    assert "<think>" not in ChatTemplate.load(thinker, "template").render(asked)
-    assert ChatTemplate.load(target, "off").options == {}
-
-
-def file_bytes(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix == ".parquet" or p.name == "set_aside.jsonl"}
-
-
 def test_record_tells_where_the_corpus_came_from(
     run: Run, pool: FakePool, template: ChatTemplate, target: Target
 ) -> None:
@@ -299,6 +252,7 @@ def test_record_tells_where_the_corpus_came_from(
     facts = corpus.record.facts
     (source,) = facts["prompts"].items()
     assert source[1] == file_digest(Path(source[0]))
+    assert (facts["answers"], facts["temperature"]) == ("regenerated", 0.0)
     assert facts["target"] == {"model": target.model, "revision": "r1", "identity": "target-id"}
     assert facts["chat_template_sha256"] == hashlib.sha256(CHATML.encode()).hexdigest()
     assert facts["layer_ids"] == [1, 3]
@@ -388,7 +342,7 @@ def test_torn_or_foreign_shards_are_generated_again(
 
 
 def test_many_conversations_make_several_files(run: Run, pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.datagen.account.CONVERSATIONS_PER_FILE", 4)
+    monkeypatch.setattr("stages.datagen.account.SEQUENCES_PER_FILE", 4)
     corpus = run(questions(12), shard_conversations=5)
     assert len(corpus.files("train")) == 3
     order = [int(s.id.removeprefix("chat-")) for s in corpus.sequences("train")]

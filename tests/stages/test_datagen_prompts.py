@@ -1,4 +1,4 @@
-"""Prompt files and splits: what is read, what is refused and with which words, who is held out."""
+"""Rows and which of them are chosen: what is read, what is refused and with which words, who is held out."""
 
 from __future__ import annotations
 
@@ -6,79 +6,121 @@ import dataclasses
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import numpy as np
 import pytest
 
-from stages.datagen import prompts as prompts_module
+from stages.corpus import Split, TokenSequence
+from stages.datagen import splits
 from stages.datagen.config import DatagenConfig
-from stages.datagen.prompts import Prompt, check, load_prompts, source_digests, unique
-from stages.datagen.splits import assign_splits
-from tests.stages.datagen_helpers import write_prompts
+from stages.datagen.conversation import Conversation, Turn, parse
+from stages.datagen.prompts import check, chosen, load, select
+from stages.datagen.sources import Row
+from stages.datagen.splits import Candidate
+from tests.stages.datagen_helpers import VOCAB_SIZE, write_prompts
 
 
 def config_of(*paths: str, **values: Any) -> DatagenConfig:
     return DatagenConfig(prompts=paths, **values)
 
 
-def test_three_row_forms(tmp_path: Path) -> None:
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def tool(text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text}
+
+
+SYSTEM = {"role": "system", "content": "be brief"}
+CALL = assistant("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}])
+
+
+def test_row_forms(tmp_path: Path) -> None:
     path = write_prompts(
         tmp_path / "mix.jsonl",
         [
             {"turns": ["one", "two"], "domain": "chat", "id": "x"},
-            {"prompt": "three"},
+            {"prompt": "three", "prompt_id": "ignored"},
             {
                 "id": 7,
-                "messages": [
-                    {"role": "system", "content": "be brief"},
-                    {"role": "user", "content": "four"},
-                    {"role": "assistant", "content": "not on-policy"},
-                    {"role": "user", "content": "five"},
-                    {"role": "assistant", "content": "not on-policy either"},
-                ],
+                "messages": [SYSTEM, {**user("four"), "ip": "1.2.3.4"}, assistant("said")],
+                "tools": [{"name": "add"}],
             },
+            {"conversations": [{"from": "human", "value": "five"}, {"from": "gpt", "value": "said"}]},
+            {"messages": json.dumps([user("six"), CALL, tool("2")]), "tools": None},
         ],
     )
-    assert load_prompts(config_of(path)) == [
-        Prompt("x", "chat", ("one", "two"), None, f"{path}:1"),
-        Prompt("mix-2", "mix", ("three",), None, f"{path}:2"),
-        Prompt("7", "mix", ("four", "five"), "be brief", f"{path}:3"),
+    assert list(load(config_of(path), VOCAB_SIZE)) == [
+        Conversation("x", "chat", (user("one"), user("two")), (), f"{path}:1"),
+        Conversation("mix-2", "mix", (user("three"),), (), f"{path}:2"),
+        Conversation("7", "mix", (SYSTEM, user("four"), assistant("said")), ({"name": "add"},), f"{path}:3"),
+        Conversation("mix-4", "mix", (user("five"), assistant("said")), (), f"{path}:4"),
+        Conversation("mix-5", "mix", (user("six"), CALL, tool("2")), (), f"{path}:5"),
     ]
 
 
-def test_folder_and_parquet_and_limit(tmp_path: Path) -> None:
-    write_prompts(tmp_path / "a.jsonl", [{"prompt": f"a{i}"} for i in range(5)])
-    rows = [{"messages": [{"role": "user", "content": f"b{i}"}], "id": None, "label": 1.0} for i in range(5)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
-    (tmp_path / "README.md").write_text("not prompts")
-    found = load_prompts(config_of(str(tmp_path), limit=2))
-    assert [(p.id, p.domain, p.turns) for p in found] == [
-        ("a-1", "a", ("a0",)),
-        ("a-2", "a", ("a1",)),
-        ("b-1", "b", ("b0",)),
-        ("b-2", "b", ("b1",)),
+def test_token_rows_are_kept_as_they_are(tmp_path: Path) -> None:
+    rows = [
+        {"input_ids": [5, 6, 7], "loss_mask": [False, True, True]},
+        {"input_ids": [5, 6], "loss_mask": [0, 1], "messages": json.dumps([user("Hi "), assistant("a")]), "id": "y"},
     ]
+    one, two = load(config_of(write_prompts(tmp_path / "p.jsonl", rows), regenerate=False), VOCAB_SIZE)
+    assert (one.input_ids.tolist(), one.loss_mask.tolist()) == ([5, 6, 7], [False, True, True])
+    assert (one.input_ids.dtype, one.loss_mask.dtype) == (np.int32, np.bool_)
+    assert (one.opening, two.opening) == ("5", "hi")
+    assert TokenSequence("y", "d", two.input_ids, two.loss_mask, json.dumps(two.messages)).opening == two.opening
+    assert TokenSequence("x", "d", one.input_ids, one.loss_mask).opening == one.opening
 
 
-def test_relative_path_falls_back_to_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "repository").mkdir()
-    write_prompts(tmp_path / "repository" / "p.jsonl", [{"prompt": "there"}])
-    monkeypatch.setattr(prompts_module, "REPOSITORY", tmp_path / "repository")
-    monkeypatch.chdir(tmp_path)
-    assert [p.turns for p in load_prompts(config_of("p.jsonl"))] == [("there",)]
-    write_prompts(tmp_path / "p.jsonl", [{"prompt": "here"}])
-    assert [p.turns for p in load_prompts(config_of("p.jsonl"))] == [("here",)]
-    assert list(source_digests(config_of("p.jsonl"))) == ["p.jsonl"]
+def test_arguments_that_are_json_text_become_objects() -> None:
+    def call(arguments: Any) -> dict[str, Any]:
+        return assistant("", tool_calls=[{"function": {"name": "add", "arguments": arguments}}])
+
+    for given, expected in {'{"a": 1}': {"a": 1}, "not json": "not json"}.items():
+        row = Row("p:1", "p", 1, {"messages": [user("u"), call(given), tool("2")]})
+        assert parse(row, regenerate=True, vocab_size=VOCAB_SIZE).messages[1] == call(expected)
 
 
-def test_source_digest_follows_the_content(tmp_path: Path) -> None:
-    path = write_prompts(tmp_path / "p.jsonl", [{"prompt": "one"}])
-    before = source_digests(config_of(path))
-    write_prompts(tmp_path / "p.jsonl", [{"prompt": "two"}])
-    assert source_digests(config_of(path)) != before
+@pytest.mark.parametrize(
+    ("messages", "regenerated", "given"),
+    [
+        ([user("a"), user("b")], [Turn((user("a"),)), Turn((user("b"),))], []),
+        (
+            [SYSTEM, user("a"), assistant("x"), user("b")],
+            [Turn((SYSTEM, user("a")), assistant("x")), Turn((user("b"),))],
+            [Turn((SYSTEM, user("a")), assistant("x"))],
+        ),
+        (
+            [user("a"), CALL, tool("1"), tool("2"), assistant("x")],
+            [Turn((user("a"),), CALL), Turn((tool("1"), tool("2")), assistant("x"))],
+            [Turn((user("a"),), CALL), Turn((tool("1"), tool("2")), assistant("x"))],
+        ),
+        (
+            [user("a"), CALL, tool("1"), user("b"), assistant("x")],
+            [Turn((user("a"),), CALL), Turn((tool("1"),)), Turn((user("b"),), assistant("x"))],
+            [Turn((user("a"),), CALL), Turn((tool("1"), user("b")), assistant("x"))],
+        ),
+        (
+            [assistant("hello"), user("a"), assistant("x"), CALL, tool("1")],
+            [Turn((assistant("hello"), user("a")), CALL), Turn((tool("1"),))],
+            [Turn((), assistant("hello")), Turn((user("a"),), assistant("x")), Turn((), CALL)],
+        ),
+    ],
+)
+def test_turns_are_what_is_said_before_each_answer(
+    messages: list[dict[str, Any]], regenerated: list[Turn], given: list[Turn]
+) -> None:
+    one = Conversation("x", "d", tuple(messages))
+    assert one.turns(regenerate=True) == regenerated
+    assert one.turns(regenerate=False) == given
 
 
 @pytest.mark.parametrize(
@@ -86,7 +128,7 @@ def test_source_digest_follows_the_content(tmp_path: Path) -> None:
     [
         ("{not json", "p.jsonl:2: expected one JSON object a line, found {not json"),
         ("[1, 2]", "p.jsonl:2: expected a JSON object, found [1, 2]"),
-        ('{"text": "x"}', 'p.jsonl:2: expected "turns": [text, ...], "messages"'),
+        ('{"text": "x"}', 'p.jsonl:2: expected "prompt": text, "turns": [text, ...]'),
         ('{"turns": "x"}', "p.jsonl:2: expected \"turns\" to be a list of at least one text, found 'x'"),
         ('{"turns": []}', 'p.jsonl:2: expected "turns" to be a list of at least one text, found []'),
         ('{"turns": ["a", 3]}', 'p.jsonl:2: expected "turns" to be a text that is not empty, found 3'),
@@ -94,12 +136,13 @@ def test_source_digest_follows_the_content(tmp_path: Path) -> None:
         ('{"prompt": "\\ud800"}', 'p.jsonl:2: expected "prompt" to be valid Unicode, found surrogates not allowed'),
         ('{"prompt": "a", "id": 1.5}', 'p.jsonl:2: expected "id" to be a text or a whole number, found 1.5'),
         ('{"prompt": "a", "domain": 1}', 'p.jsonl:2: expected "domain" to be a text that is not empty, found 1'),
-        ('{"messages": "a"}', 'p.jsonl:2: expected "messages" to be a list of {"role", "content"}'),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "at least one from the user, found none"),
+        ('{"messages": "a"}', "p.jsonl:2: expected \"messages\" to be a list or its JSON text, found 'a'"),
+        ('{"messages": "3"}', 'p.jsonl:2: expected "messages" to be a list of {"role", "content"}, found 3'),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "at least one message from the user, found none"),
         ('{"messages": [{"role": "tool", "content": "a"}]}', "found 'tool' in message 0"),
         (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}',
-            "expected roles user and assistant after at most one leading system, found 'system' in message 1",
+            "tool after an assistant, and at most one leading system, found 'system' in message 1",
         ),
         (
             '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
@@ -107,7 +150,27 @@ def test_source_digest_follows_the_content(tmp_path: Path) -> None:
         ),
         (
             '{"prompt": "another", "id": "first"}',
-            "p.jsonl:2: expected ids unique over all files, found 'first' also at",
+            "p.jsonl:2: expected ids unique over all sources, found 'first' also at",
+        ),
+        ('{"prompt": "another", "id": "first#2"}', "p.jsonl:2: expected no id that reads like a part of another one"),
+        ('{"messages": [{"role": ["user"], "content": "a"}]}', "found ['user'] in message 0"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": 3}]}',
+            'expected "content" of message 1 to be a text, found 3',
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\\ud800"}]}',
+            'expected "messages" to be valid Unicode',
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": ["add"]}]}',
+            'expected "tool_calls" of message 1 to be a list of {"function": {"name", "arguments"}}, found \'add\'',
+        ),
+        ('{"prompt": "a", "tools": "add"}', "p.jsonl:2: expected \"tools\" to be a list or its JSON text, found 'add'"),
+        ('{"prompt": "a", "tools": ["add"]}', 'p.jsonl:2: expected "tools" to be a list of JSON schemas'),
+        (
+            '{"input_ids": [1], "loss_mask": [1]}',
+            "p.jsonl:2: expected a conversation with answers to regenerate, found token ids; datagen.regenerate=false",
         ),
     ],
 )
@@ -115,29 +178,30 @@ def test_bad_row_is_refused_with_file_and_line(tmp_path: Path, line: str, expect
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "fine", "id": "first"}\n' + line + "\n")
     with pytest.raises(ValueError, match=re.escape(expected)) as caught:
-        check(config_of(str(path)))
+        check(config_of(str(path)), VOCAB_SIZE)
     assert "\n" not in str(caught.value)
 
 
-def test_bad_files_are_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "not.parquet").write_text("text")
-    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "ä"}\n'.encode("latin-1"))
-    (tmp_path / "p.txt").write_text("text")
-    (tmp_path / "folder").mkdir()
-    for name, expected in {
-        "empty.jsonl": "empty.jsonl: expected at least one row with .*found an empty file",
-        "not.parquet": "not.parquet: expected a Parquet file",
-        "latin.jsonl": "latin.jsonl:1: expected one JSON object a line",
-        "p.txt": "expected a file ending in .jsonl or .parquet, found p.txt",
-        "folder": "expected .jsonl or .parquet files in this folder, found none",
-        "absent.jsonl": "absent.jsonl: expected a file or folder here or under the repository, found nothing",
-    }.items():
-        with pytest.raises(ValueError, match=expected) as caught:
-            check(config_of(str(tmp_path / name)))
-        assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"datagen\.prompts: expected at least one"):
-        check(config_of())
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "alone"}, "p.jsonl:2: expected answers for datagen.regenerate=false to keep, found a prompt alone"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, '"input_ids" and "loss_mask" of one length, found 2 and 1'),
+        ({"input_ids": [1, 300], "loss_mask": [0, 1]}, '"input_ids" from 0 to 299 (the vocabulary), found 300'),
+        ({"input_ids": [1, -1], "loss_mask": [0, 1]}, "found -1"),
+        ({"input_ids": [1, 2.0], "loss_mask": [0, 1]}, '"input_ids" to be a list of whole numbers, found [1, 2.0]'),
+        ({"input_ids": [], "loss_mask": []}, '"input_ids" to be a list of whole numbers, found []'),
+        ({"input_ids": [1, 2]}, '"loss_mask" to be a list of true and false or 1 and 0, found None'),
+        ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "found [0, 2]"),
+    ],
+)
+def test_row_without_answers_to_keep_is_refused(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
+    fine = {"messages": [user("a"), assistant("b")]}
+    path = write_prompts(tmp_path / "p.jsonl", [fine, row])
+    with pytest.raises(ValueError, match=re.escape(expected)) as caught:
+        check(config_of(path, regenerate=False), VOCAB_SIZE)
+    assert "\n" not in str(caught.value)
+    check(config_of(path, regenerate=False, limit=1), VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -153,30 +217,83 @@ def test_bad_files_are_refused_by_name(tmp_path: Path) -> None:
         ({"max_failed_share": 1.5}, "datagen.max_failed_share=1.5"),
         ({"evaluation_share": -0.1}, "datagen.evaluation_share=-0.1: expected in [0, 1)"),
         ({"evaluation_share": 0.5, "validation_share": 0.5}, "= 1.1: expected less than 1"),
+        ({"top_k": -1}, "datagen.top_k=-1"),
+        ({"min_p": 1.0}, "datagen.min_p=1.0"),
+        ({"domain_shares": {"p": 0.5}}, "datagen.domain_shares={'p': 0.5}: expected shares that add up to 1, not 0.5"),
+        ({"domain_shares": {"p": 2.0, "q": -1.0}}, "expected shares of at least 0"),
+        ({"domain_shares": {"q": 1.0}}, "expected a share (0 to leave it out) for every domain, found none for 'p'"),
+        ({"domain_shares": {"p": 0.5, "q": 0.5}}, "expected conversations of 'q', found none"),
     ],
 )
 def test_bad_value_is_refused_with_its_key(tmp_path: Path, values: dict[str, Any], expected: str) -> None:
     path = write_prompts(tmp_path / "p.jsonl", [{"prompt": "one"}])
-    check(config_of(path))
+    check(config_of(path), VOCAB_SIZE)
     with pytest.raises(ValueError, match=re.escape(expected)):
-        check(config_of(path, **values))
+        check(config_of(path, **values), VOCAB_SIZE)
 
 
-def test_duplicates_are_found_by_all_user_turns() -> None:
-    prompts = [
-        Prompt("a", "d", ("What is  2+2?",)),
-        Prompt("b", "e", ("what is 2+2?\n",)),
-        Prompt("c", "d", ("What is 2+2?", "And 3+3?")),
-        Prompt("d", "d", ("What is 2+2?And 3+3?",)),
-        Prompt("a", "d", ("What is 2+2?",)),
+def test_duplicates_ask_the_same(tmp_path: Path) -> None:
+    rows = [
+        {"id": "a", "prompt": "What is  2+2?"},
+        {"id": "b", "prompt": "what is 2+2?\n", "domain": "other"},
+        {"id": "c", "turns": ["What is 2+2?", "And 3+3?"]},
+        {"id": "d", "prompt": "What is 2+2?And 3+3?"},
+        {"id": "a", "prompt": "What is 2+2?"},
+        {"id": "e", "messages": [SYSTEM, user("What is 2+2?")]},
+        {"id": "f", "messages": [user("What is 2+2?"), assistant("four")]},
+        {"id": "g", "messages": [user("What is 2+2?"), assistant("five")], "tools": [{"name": "add"}]},
     ]
-    kept, duplicates = unique(prompts)
-    assert [p.id for p in kept] == ["a", "c", "d"]
-    assert [(p.id, first.id) for p, first in duplicates] == [("b", "a"), ("a", "a")]
+    config = config_of(write_prompts(tmp_path / "p.jsonl", rows))
+    selection = select(config, VOCAB_SIZE)
+    assert [one.id for one in chosen(config, selection, VOCAB_SIZE)] == ["a", "c", "d", "e", "g"]
+    assert selection.splits.keys() == set("acdeg")
+    assert [(one.id, one.reason) for one in selection.set_aside] == [
+        (id_, "dropped_duplicate") for id_ in ("b", "a", "f")
+    ]
+    assert selection.set_aside[0].cause.endswith("p.jsonl:2 asks the same as " + f"{tmp_path}/p.jsonl:1")
 
 
-def prompts_of(domain: str, count: int) -> list[Prompt]:
-    return [Prompt(f"{domain}-{i}", domain, (f"{domain} question {i}",)) for i in range(count)]
+def test_given_answers_tell_conversations_apart(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"id": "a", "messages": [user("What is 2+2?"), assistant("four")]},
+        {"id": "b", "messages": [user("What is 2+2?"), assistant("Four."), user("thanks")]},
+        {"id": "c", "messages": [user("what is 2+2?"), assistant("FOUR")]},
+        {"id": "d", "input_ids": [1, 2], "loss_mask": [0, 1]},
+        {"id": "e", "input_ids": [1, 2], "loss_mask": [1, 1]},
+        {"id": "f", "input_ids": [1, 2], "loss_mask": [0, 1]},
+    ]
+    config = config_of(write_prompts(tmp_path / "p.jsonl", rows), regenerate=False)
+    assert select(config, VOCAB_SIZE).splits.keys() == set("abde")
+
+
+def test_domain_shares_hold_exactly_and_the_rest_is_counted(tmp_path: Path) -> None:
+    rows = [
+        {"id": f"{d}{i}", "prompt": f"{d} {i}", "domain": d}
+        for d, n in {"a": 30, "b": 50, "c": 5}.items()
+        for i in range(n)
+    ]
+    path = write_prompts(tmp_path / "p.jsonl", rows)
+    config = config_of(path, domain_shares={"a": 0.75, "b": 0.25, "c": 0.0})
+    selection = select(config, VOCAB_SIZE)
+    assert Counter(id_[0] for id_ in selection.splits) == {"a": 30, "b": 10}
+    assert Counter((one.reason, one.cause) for one in selection.set_aside) == {
+        ("dropped_domain_share", "b"): 40,
+        ("dropped_domain_share", "c"): 5,
+    }
+    assert select(config, VOCAB_SIZE).splits == selection.splits
+    other = select(dataclasses.replace(config, seed=1), VOCAB_SIZE).splits
+    assert other.keys() != selection.splits.keys()
+    shuffled = write_prompts(tmp_path / "q.jsonl", rows[::-1])
+    again = select(dataclasses.replace(config, prompts=(shuffled,)), VOCAB_SIZE).splits
+    assert again == selection.splits
+
+
+def prompts_of(domain: str, count: int) -> list[Conversation]:
+    return [Conversation(f"{domain}-{i}", domain, (user(f"{domain} question {i}"),)) for i in range(count)]
+
+
+def assign_splits(prompts: Iterable[Conversation], config: DatagenConfig) -> dict[str, Split]:
+    return splits.assign_splits([Candidate.of(one, config) for one in prompts], config)
 
 
 SHARES = DatagenConfig(validation_share=0.05, calibration_share=0.1, evaluation_share=0.05)
@@ -184,10 +301,10 @@ SHARES = DatagenConfig(validation_share=0.05, calibration_share=0.1, evaluation_
 
 def test_splits_are_stratified() -> None:
     prompts = prompts_of("big", 200) + prompts_of("small", 10) + prompts_of("tiny", 3)
-    splits = assign_splits(prompts, SHARES)
-    assert splits.keys() == {p.id for p in prompts}
+    found = assign_splits(prompts, SHARES)
+    assert found.keys() == {p.id for p in prompts}
     counts = {
-        domain: Counter(splits[p.id] for p in prompts if p.domain == domain) for domain in ("big", "small", "tiny")
+        domain: Counter(found[p.id] for p in prompts if p.domain == domain) for domain in ("big", "small", "tiny")
     }
     assert counts["big"] == {"train": 160, "validation": 10, "calibration": 20, "evaluation": 10}
     assert counts["small"] == {"train": 7, "validation": 1, "calibration": 1, "evaluation": 1}
@@ -202,12 +319,12 @@ def test_small_domains_give_at_least_one_to_each_split() -> None:
 
 def test_splits_depend_on_seed_and_prompt_only() -> None:
     prompts = prompts_of("one", 100) + prompts_of("two", 100)
-    splits = assign_splits(prompts, SHARES)
-    assert assign_splits(list(reversed(prompts)), SHARES) == splits
-    assert assign_splits(prompts[:100], SHARES) == {id_: s for id_, s in splits.items() if id_.startswith("one")}
+    found = assign_splits(prompts, SHARES)
+    assert assign_splits(list(reversed(prompts)), SHARES) == found
+    assert assign_splits(prompts[:100], SHARES) == {id_: s for id_, s in found.items() if id_.startswith("one")}
     renamed = [dataclasses.replace(p, id=f"r-{p.id}") for p in prompts]
-    assert assign_splits(renamed, SHARES) == {f"r-{id_}": split for id_, split in splits.items()}
-    assert assign_splits(prompts, dataclasses.replace(SHARES, seed=1)) != splits
+    assert assign_splits(renamed, SHARES) == {f"r-{id_}": split for id_, split in found.items()}
+    assert assign_splits(prompts, dataclasses.replace(SHARES, seed=1)) != found
 
 
 def test_share_zero_holds_nothing_out() -> None:
@@ -227,14 +344,17 @@ def test_large_shares_leave_a_training_prompt() -> None:
 
 def test_conversations_with_one_opening_stay_together() -> None:
     short = prompts_of("d", 100)
-    longer = [Prompt(f"long-{p.id}", "other", (p.turns[0].upper(), "Are you sure?")) for p in short]
-    splits = assign_splits(short + longer, SHARES)
-    assert all(splits[p.id] == splits[f"long-{p.id}"] for p in short)
+    longer = [
+        Conversation(f"long-{p.id}", "other", (user(p.messages[0]["content"].upper()), user("Are you sure?")))
+        for p in short
+    ]
+    found = assign_splits(short + longer, SHARES)
+    assert all(found[p.id] == found[f"long-{p.id}"] for p in short)
 
 
 def test_check_reads_only_up_to_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"prompt": "a"}) + "\nnot json\n")
-    check(config_of(str(path), limit=1))
+    check(config_of(str(path), limit=1), VOCAB_SIZE)
     with pytest.raises(ValueError, match=r"p\.jsonl:2"):
-        check(config_of(str(path), limit=2))
+        check(config_of(str(path), limit=2), VOCAB_SIZE)
