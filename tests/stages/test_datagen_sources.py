@@ -39,13 +39,15 @@ def test_folder_and_parquet_and_limit(tmp_path: Path) -> None:
         {"role": "assistant", "content": "x"},
         {"role": "user", "content": "y", "name": "n"},
     ]
-    table = [{"messages": [{"role": "user", "content": f"b{i}"}, *answers], "id": None, "label": 1.0} for i in range(5)]
+    tools = [{"name": "f", "parameters": {"a": 1}}, {"name": "g"}]
+    talk = [[{"role": "user", "content": f"b{i}"}, *answers] for i in range(5)]
+    table = [{"messages": messages, "tools": tools, "id": None, "label": 1.0} for messages in talk]
     pq.write_table(pa.Table.from_pylist(table), tmp_path / "b.parquet")
     (tmp_path / "README.md").write_text("not prompts")
     found = list(load(config_of(str(tmp_path), limit=2), VOCAB_SIZE))
     assert [(one.id, one.domain) for one in found] == [("a-1", "a"), ("a-2", "a"), ("b-1", "b"), ("b-2", "b")]
-    # Arrow gives every struct all keys; what a message does not say must not reach the template as null.
-    assert found[3].messages == ({"role": "user", "content": "b1"}, *answers)
+    assert found[3].messages == tuple(talk[1])
+    assert found[3].tools == tuple(tools)  # Arrow gives every struct all keys, with nulls that no template must see
 
 
 def test_relative_path_falls_back_to_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
