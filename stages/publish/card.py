@@ -70,7 +70,6 @@ def _body(
     served_target = public_name(target)
     macro = report["acceptance"]["macro"]["acceptance_length"]
     length = "not measured" if macro is None else f"{macro:.2f}"
-    sampling = {key: corpus.record.facts.get(key) for key in ("temperature", "top_p", "max_new_tokens")}
     return f"""# {title(config, target)}
 
 A [DSpark](https://github.com/deepseek-ai/DeepSpec) speculative-decoding draft for {served_target}, in the
@@ -93,8 +92,8 @@ and `{served_target}` to where the target lies.
 
 ## Training data
 
-Conversations whose answers the target wrote itself ({json.dumps(sampling)}), corpus `{corpus.identity}`:
-{json.dumps(corpus.record.counts)}. Training, calibration and evaluation share no prompt.
+{_answers(corpus)} Corpus `{corpus.identity}`: {", ".join(f"{k} {n:,}" for k, n in corpus.record.counts.items() if n)}.
+Training, calibration and evaluation share no prompt.
 
 ## Limits
 
@@ -105,6 +104,14 @@ Conversations whose answers the target wrote itself ({json.dumps(sampling)}), co
 
 `provenance.json` names every configuration value and input; `SHA256SUMS` covers all files (`sha256sum -c SHA256SUMS`).
 """
+
+
+def _answers(corpus: Corpus) -> str:
+    facts = corpus.record.facts
+    if facts.get("answers") == "given":
+        return "Conversations with the answers that their sources gave; the target did not write them."
+    sampling = ", ".join(f"{key} {facts.get(key)}" for key in ("temperature", "top_p", "max_new_tokens"))
+    return f"Conversations whose answers the target wrote itself ({sampling})."
 
 
 def _revision(target: Target) -> str:
