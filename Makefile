@@ -18,7 +18,7 @@ run: install ## prompts in, released draft out; ARGS="conf=smollm2 train.lr=3e-4
 	$(BIN)/python -m pipeline.run $(ARGS)
 
 test: install ## everything the tests cover, real engines included
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: install ## only tests that start no engine
 	$(BIN)/python -m pytest -m "not e2e and not gpu" $(ARGS)

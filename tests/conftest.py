@@ -17,14 +17,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Worker processes share the tests by file, slow ones first; what uses the finished road stays together."""
-    groups = {item: "road" if "road" in item.fixturenames else item.path.stem for item in items}
-    slow = {group for item, group in groups.items() if item.get_closest_marker("e2e")}
-    items.sort(key=lambda item: (groups[item] != "road", groups[item] not in slow))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups[item]))
+    """Slow files first: worker processes share the tests by file, and the last one should not be a long one."""
+    slow = {item.path for item in items if item.get_closest_marker("e2e")}
+    items.sort(key=lambda item: ("road" not in item.fixturenames, item.path not in slow))
 
 
 @pytest.fixture(scope="session")
