@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,8 @@ def fit(job: TrainJob, open_reader: OpenReader) -> None:
         ),
     )
     try:
-        trainer.fit()
+        with _own_interrupt():
+            trainer.fit()
     except ray.train.TrainingFailedError as error:
         if failure.exists():
             raise _told(failure) from error
@@ -65,6 +68,17 @@ def fit(job: TrainJob, open_reader: OpenReader) -> None:
         raise _told(failure)
     if not (job.out.path / RESULT).exists():
         raise TrainError(f"{job.out.path / RESULT}: training ended without it; put the output root on shared storage")
+
+
+@contextmanager
+def _own_interrupt() -> Iterator[None]:
+    """Give SIGINT back afterwards: Ray Train leaves a handler that would call a controller which is gone."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
 
 
 class _NoRestart(ray.train.UserCallback):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,10 @@ def kill_master(master: str) -> None:
     process = master_process(master)
     process.kill()
     wait_until_dead(process)
+    host, port = master.rsplit(":", 1)
+    with contextlib.suppress(ConnectionError):  # a thread of the dead may still listen for a moment
+        while True:
+            socket.create_connection((host, int(port)), timeout=5).close()
 
 
 def wait_until_dead(process: psutil.Process) -> None:

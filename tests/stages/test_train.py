@@ -8,6 +8,7 @@ import json
 import logging
 import operator
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -421,8 +422,10 @@ def test_ray_restarts_a_killed_worker_and_the_weights_are_the_same(
 def test_an_error_that_no_restart_helps_is_raised_as_it_is(tmp_path: Path, cluster: None) -> None:
     config = replace(CONFIG, batch_sequences=2, epochs=3, checkpoint_every_steps=1000)
     job = make_job(tmp_path, config, random_sequences(SEQUENCES, 20))
+    handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(TrainError, match="11 steps had no finite gradient"):
         fit(job, Poisoned(job.target.folder))
+    assert signal.getsignal(signal.SIGINT) == handler
     assert not (job.out.path / "result.json").exists()
 
 
