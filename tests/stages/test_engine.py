@@ -111,7 +111,15 @@ def test_a_child_dies_with_its_sigkilled_parent() -> None:
     assert gone(child, within_s=5)
 
 
-def test_an_interrupt_of_a_waiting_caller_stays_an_interrupt() -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also when the tests were started in the background, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_of_a_waiting_caller_stays_an_interrupt(interruptible: None) -> None:
     closed = []
 
     async def never() -> AsyncGenerator[int, None]:
