@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ import numpy as np
 import psutil
 import ray
 import torch
+from hs_connectors.mooncake_store import MooncakeStoreConfig
 
 from stages.artifacts import Workspace
 from stages.corpus import TokenSequence, tokens_checksum
 from stages.engine.requests import EngineError, Extraction
-from stages.hidden_states.layout import TRAILER_BYTES, as_bytes, trailer
-from stages.hidden_states.store import ERROR_SUFFIX, METADATA, StoreAddress, in_own_memory, local_hostname
+from stages.hidden_states.layout import TRAILER_BYTES
+from stages.hidden_states.rows import CachedStates
+from stages.hidden_states.store import METADATA, StoreAddress, in_own_memory, local_hostname
+from stages.hidden_states.wire import HiddenStatesError
+from stages.hidden_states.writer import SealedStore
 from stages.target import Target, read_folder
 
 LAYER_IDS = (1, 3)
@@ -30,9 +35,11 @@ SEGMENT_BYTES = 16 << 20  # the least that Mooncake takes
 
 def states_of(token_ids: np.ndarray) -> torch.Tensor:
     """What a pretended extractor gives for these tokens: bfloat16 [T, L, D]."""
-    tokens = torch.from_numpy(token_ids.astype(np.int64))[:, None, None]
-    layers, width = torch.arange(len(LAYER_IDS))[None, :, None], torch.arange(HIDDEN_SIZE)
-    return ((tokens * 31 + layers * 7 + width) % 97 + 1).to(torch.bfloat16)
+    tokens, positions = torch.from_numpy(token_ids.astype(np.int64)), torch.arange(len(token_ids))
+    rows_T = tokens * 1_000_003 + positions * 7_919
+    columns_LD = torch.arange(len(LAYER_IDS) * HIDDEN_SIZE).view(len(LAYER_IDS), HIDDEN_SIZE) * 1_299_709
+    mixed_TLD = (rows_T[:, None, None] + columns_LD) * 2_654_435_761 % 2**32
+    return (mixed_TLD / 2**31 - 1).to(torch.bfloat16)
 
 
 def sequence(first: int, length: int = 5) -> TokenSequence:
@@ -58,6 +65,11 @@ def kill_master(master: str) -> None:
     process = master_process(master)
     process.kill()
     wait_until_dead(process)
+    host, port = master.split(":")
+    with contextlib.suppress(ConnectionRefusedError):
+        while True:  # the first thread may be a zombie while others still end
+            socket.create_connection((host, int(port))).close()
+            time.sleep(0.01)
 
 
 def wait_until_dead(process: psutil.Process) -> None:
@@ -99,11 +111,24 @@ class Lender:
         self.store.close()
 
 
+class HarmfulStore(SealedStore):
+    """What our connector writes with, and a way to damage what it has sealed."""
+
+    harm = ""
+
+    def _put(self, key: str, staging: torch.Tensor, size: int) -> None:
+        if self.harm == "flip":
+            staging[9] ^= 1
+        super()._put(key, staging, size - (self.harm == "short"))
+
+
 class PretendExtractor:
     """Plays `faults[first token][attempt]`; everything else is extracted well, after a pretended prefill."""
 
     def __init__(self, master: str, faults: dict[int, list[str]], slow: tuple[int, ...] = ()) -> None:
-        self.store = Lender(master)
+        config = MooncakeStoreConfig(local_hostname(master), METADATA, master, SEGMENT_BYTES, local_buffer_size=0)
+        self.store = HarmfulStore(config, keep_s=60.0)
+        self.store.setup()
         self.faults = faults
         self.slow = slow
         self.asked: list[int] = []
@@ -133,7 +158,6 @@ class PretendExtractor:
             raise ValueError("prompt too long")
         if first in self.slow:
             await asyncio.sleep(0.3)
-        states = states_of(token_ids)
         reference = {
             "key": capture["key"],
             "num_tokens": len(token_ids),
@@ -143,7 +167,7 @@ class PretendExtractor:
             "pre_norm": True,
             "target": "tiny",
             "tokens_crc32": tokens_checksum(token_ids),
-            "total_bytes": states.nbytes + TRAILER_BYTES,
+            "total_bytes": states_of(token_ids).nbytes + TRAILER_BYTES,
             "attempt": capture["attempt"],
         }
         if fault.startswith("manifest "):
@@ -151,27 +175,32 @@ class PretendExtractor:
             reference |= {field: {"layer_ids": [1, 2], "pre_norm": False, "target": "other", "tokens_crc32": 1}[field]}
         if fault == "no pre_norm":
             del reference["pre_norm"]
-        self.late.append(asyncio.create_task(self._store(capture["key"], states, token_ids, fault)))
+        self.late.append(asyncio.create_task(self._store(capture["key"], token_ids, fault)))
         return Extraction(reference, str(os.getpid()), ())
 
-    async def _store(self, key: str, states: torch.Tensor, token_ids: np.ndarray, fault: str) -> None:
+    async def _store(self, key: str, token_ids: np.ndarray, fault: str) -> None:
         await asyncio.sleep(0.01)
         if fault == "lose":
             return
         if fault == "die late":
             os._exit(1)
-        if fault == "error":
-            self.store.put(key + ERROR_SUFFIX, b'{"error": "Non-finite producer tensor"}')
-            return
+        states = states_of(token_ids)
         if fault == "zero":
             states[2, 1] = 0
         if fault == "nan":
             states[1, 0, 3] = float("nan")
-        crc = tokens_checksum(token_ids) ^ (fault == "swap")
-        sealed = bytearray(as_bytes(states).tobytes() + trailer(as_bytes(states), crc, len(token_ids)))
-        if fault == "flip":
-            sealed[9] ^= 1
-        self.store.put(key, bytes(sealed[:-1] if fault == "short" else sealed))
+        if fault == "double":
+            states[4] = states[1]
+        self.store.harm = fault
+        try:
+            self.store.put_states(key, token_ids + (fault == "swap"), in_one_block(states))
+        except HiddenStatesError as error:
+            self.store.put_error({"handle": key}, str(error))
+
+
+def in_one_block(states_TLD: torch.Tensor) -> CachedStates:
+    """The cache of an engine that runs one sequence."""
+    return CachedStates(states_TLD.transpose(0, 1)[None], torch.arange(len(states_TLD)))
 
 
 def build_tiny_qwen3(folder: Path) -> None:

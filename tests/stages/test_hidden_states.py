@@ -26,7 +26,7 @@ from stages.hidden_states.contract import Agreement, compare, contract_sequences
 from stages.hidden_states.layout import as_bytes, check_trailer, trailer
 from stages.hidden_states.master import mooncake_master
 from stages.hidden_states.reader import ByteBudget
-from stages.hidden_states.samples import _Arrivals, check_states
+from stages.hidden_states.samples import _Arrivals
 from stages.hidden_states.store import HiddenStatesStore, StoreAddress, StoreGoneError
 from stages.hidden_states.wire import HiddenStatesError
 from stages.target import TargetHead
@@ -49,23 +49,6 @@ def test_trailer_vouches_for_bytes_and_tokens() -> None:
         check_trailer(seal, states, 8, 4)
     with pytest.raises(HiddenStatesError, match="not written whole"):
         check_trailer(bytes(len(seal)), states, 7, 4)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_states_must_be_finite(bad: float, dtype: torch.dtype) -> None:
-    states = torch.randn(5, 2, 8, dtype=dtype)
-    check_states(states)
-    states[3, 1, 2] = bad
-    with pytest.raises(HiddenStatesError, match="not finite in 1 of 5 tokens, first at token 3, layer index 1"):
-        check_states(states)
-
-
-def test_an_unwritten_slot_is_found() -> None:
-    states = torch.randn(5, 2, 8)
-    states[2, 0] = 0
-    with pytest.raises(HiddenStatesError, match="all zero in 1 of 5 tokens, first at token 2, layer index 0"):
-        check_states(states)
 
 
 def test_budget_is_never_exceeded_and_serves_in_order() -> None:
