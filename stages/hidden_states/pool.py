@@ -16,10 +16,10 @@ from stages.engine.config import EngineConfig
 from stages.engine.pool import EnginePool
 from stages.engine.requests import GenerationRequest, GenerationResult
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.contract import Agreement, check_contract
+from stages.hidden_states.contract import Agreement, Contract
 from stages.hidden_states.master import mooncake_master
 from stages.hidden_states.reader import StreamingReader
-from stages.hidden_states.samples import Endpoint
+from stages.hidden_states.samples import Endpoint, check_contract
 from stages.hidden_states.store import StoreAddress
 from stages.target import Target
 
@@ -77,8 +77,15 @@ def extractor_pool(
             segment_bytes=segment_bytes,
             max_running=engine.max_num_seqs * engine.num_actors,
             start_timeout_s=engine.start_timeout_s,
+            contract=Contract(
+                folder=target.folder,
+                dtype=engine.dtype,
+                vocab_size=target.shape.vocab_size,
+                longest=min(engine.max_model_len, target.shape.max_positions - 1),  # it generates one token
+                step_tokens=engine.max_num_batched_tokens,
+            ),
         )
-        agreement = check_contract(target, endpoint, engine, config)
+        endpoint, agreement = check_contract(endpoint, config)
         yield ExtractorPool(engines, endpoint, agreement)
 
 

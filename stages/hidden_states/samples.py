@@ -17,15 +17,16 @@ import torch
 from ray.actor import ActorHandle
 
 from stages.corpus import tokens_checksum
-from stages.engine.dispatch import ActorLostError, Dispatcher
-from stages.engine.requests import Extraction
+from stages.engine.dispatch import ActorLostError, BackgroundLoop, Dispatcher
+from stages.engine.requests import EngineError, Extraction
+from stages.hidden_states.arrivals import Arrivals
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.layout import as_bytes, check_trailer, object_bytes
-from stages.hidden_states.store import ERROR_SUFFIX, HiddenStatesStore, StoreAddress, StoreGoneError
+from stages.hidden_states.contract import Agreement, Contract, Logprobs
+from stages.hidden_states.layout import TRAILER_BYTES, as_bytes, check_trailer, object_bytes
+from stages.hidden_states.store import HiddenStatesStore, StoreAddress, StoreGoneError
 from stages.hidden_states.wire import HiddenStatesError, Manifest
 
 R = TypeVar("R")
-_POLL_S = 0.005  # between looks at the store; a prefill takes longer, and one look asks for all keys at once
 _READ_THREADS = 2  # reading and checking release the GIL
 
 
@@ -43,6 +44,8 @@ class Endpoint:
     segment_bytes: int  # lent by one; no object is larger
     max_running: int  # sequences that all extractors run at once
     start_timeout_s: float
+    contract: Contract  # what an engine must prove before its samples are used
+    lives: frozenset[str] = frozenset()  # of engines that have proved it
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -69,10 +72,11 @@ class Samples:
     def __init__(self, endpoint: Endpoint, config: HiddenStatesConfig) -> None:
         self.endpoint = endpoint
         self.store = HiddenStatesStore(endpoint.store)
-        self.dispatcher = Dispatcher(endpoint.actors, endpoint.start_timeout_s)
+        self.dispatcher = Dispatcher(endpoint.actors, endpoint.start_timeout_s, self._readmit)
+        self.trusted = set(endpoint.lives)
         self._timeout_s = config.sample_timeout_s
         self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="hidden-states")
-        self._arrivals = _Arrivals(self.store)
+        self._arrivals = Arrivals(self.store)
         self._session = uuid.uuid4().hex
         self._asked = 0
 
@@ -83,13 +87,14 @@ class Samples:
         *,
         attempt: int = 0,
         actor: int,
-        logprobs: bool = False,
+        logprobs: Logprobs | None = None,
     ) -> Extraction:
         """Have `actor` extract the states of `token_ids` (int [T]) and read them `into` registered memory.
 
         `into`: states [T, L, D] and trailer uint8 [TRAILER_BYTES]. The object is gone from the store
         afterwards. Raises SampleError when it cannot be had or must not be trained on, StoreGoneError
-        when none can be had any more.
+        when none can be had any more. Only the contract check asks for log-probabilities, and so of an
+        engine that has yet to pass it.
         """
         self._asked += 1
         key = f"{self._session}-{self._asked}-{attempt}"  # fresh: a late object of an earlier try harms nobody
@@ -97,8 +102,10 @@ class Samples:
         capture = {"key": key, "attempt": attempt}
         try:
             async with asyncio.timeout(self._timeout_s):
-                extraction = await self.dispatcher.call(actor, "extract", token_ids, capture, logprobs)
+                extraction = await self.dispatcher.call(actor, "extract", token_ids, capture, logprobs or "")
                 assert isinstance(extraction, Extraction)
+                if logprobs is None and extraction.life not in self.trusted:
+                    raise self.dispatcher.lost(actor, f"engine {actor} was started again and has not been checked")
                 # The bytes come after the answer, or never, if the engine dies in between.
                 fetching = self._fetch(extraction.reference, expected, into)
                 await self.dispatcher.unless_lost(actor, extraction.life, fetching)
@@ -113,6 +120,46 @@ class Samples:
             with contextlib.suppress(HiddenStatesError):
                 self.store.remove(key)
         return extraction
+
+    async def check(self, actor: int) -> Agreement:
+        """Have `actor` prove that its states are right, and trust this life of its engine from then on.
+
+        Raises ContractError when they are not, SampleError when they cannot be had.
+        """
+        contract, endpoint = self.endpoint.contract, self.endpoint
+        lives = set()
+
+        async def one(token_ids: np.ndarray, which: Logprobs) -> tuple[torch.Tensor, np.ndarray, Extraction]:
+            shape = (len(token_ids), len(endpoint.layer_ids), endpoint.hidden_size)
+            states_TLD, trailer = torch.empty(shape, dtype=endpoint.torch_dtype), torch.empty(TRAILER_BYTES).byte()
+            self.store.register(states_TLD)
+            self.store.register(trailer)
+            try:
+                said = await self.take(token_ids, (states_TLD, trailer), actor=actor, logprobs=which)
+            finally:
+                self.store.unregister(trailer)
+                self.store.unregister(states_TLD)
+            lives.add(said.life)
+            return states_TLD[:, -1], token_ids, said
+
+        try:
+            async with asyncio.TaskGroup() as group:  # on a failure the others end before the store is closed
+                tasks = [group.create_task(one(token_ids, which)) for token_ids, which in contract.prompts()]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+        if len(lives) > 1:
+            raise SampleError(f"engine {actor} was started again during its check", actor)
+        agreement = await self._in_thread(functools.partial(contract.judge, [task.result() for task in tasks]))
+        self.trusted |= lives
+        return agreement
+
+    async def _readmit(self, actor: int) -> None:
+        try:
+            await self.check(actor)
+        except SampleError as error:
+            raise ActorLostError(actor, f"engine {actor} came back, but: {error}") from error
+        except HiddenStatesError as error:
+            raise EngineError(f"engine {actor} came back, but: {error}") from error
 
     async def _fetch(
         self, reference: dict[str, object], expected: Manifest, into: tuple[torch.Tensor, torch.Tensor]
@@ -156,48 +203,6 @@ class Samples:
         self.store.close()
 
 
-class _Arrivals:
-    """Waits for many objects with one look at the store."""
-
-    def __init__(self, store: HiddenStatesStore) -> None:
-        self._store = store
-        self._waiting: dict[str, asyncio.Future[None]] = {}
-        self._looking: asyncio.Task[None] | None = None
-
-    async def wait(self, key: str) -> None:
-        """Return when the object is there. Raises HiddenStatesError with the producer's error instead."""
-        future = self._waiting[key] = asyncio.get_running_loop().create_future()
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look())
-        try:
-            await future
-        finally:
-            del self._waiting[key]
-
-    async def _look(self) -> None:
-        while self._waiting:
-            waiting = [(key, future) for key, future in self._waiting.items() if not future.done()]
-            keys = [key for key, _ in waiting]
-            try:
-                there = self._store.exist(keys + [key + ERROR_SUFFIX for key in keys])
-            except HiddenStatesError as error:
-                for _, future in waiting:
-                    future.set_exception(type(error)(str(error)))
-                return
-            for (key, future), stored, failed in zip(waiting, there, there[len(keys) :], strict=False):
-                if failed:
-                    future.set_exception(self._producer_error(key))
-                elif stored:
-                    future.set_result(None)
-            await asyncio.sleep(_POLL_S)
-
-    def _producer_error(self, key: str) -> HiddenStatesError:
-        try:
-            return HiddenStatesError(f"the engine could not store them: {self._store.get_error(key)}")
-        except HiddenStatesError as error:
-            return type(error)(f"the engine could not store them, and why cannot be read: {error}")
-
-
 def check_manifest(reference: dict[str, object], expected: Manifest) -> None:
     """Raise HiddenStatesError naming every field of a connector's answer that is not as expected."""
     wanted = dataclasses.asdict(expected)
@@ -206,3 +211,29 @@ def check_manifest(reference: dict[str, object], expected: Manifest) -> None:
     if wrong:
         said = "; ".join(f"{name}: expected {wanted[name]!r}, found {found.get(name)!r}" for name in wrong)
         raise HiddenStatesError(f"manifest differs in {said}")
+
+
+def check_contract(endpoint: Endpoint, config: HiddenStatesConfig) -> tuple[Endpoint, Agreement]:
+    """Have all engines at once prove their states: an endpoint that trusts them, and the worst agreement.
+
+    Raises ContractError with what was measured, HiddenStatesError when states cannot be had.
+    """
+    samples = Samples(endpoint, config)
+
+    async def check_all() -> list[Agreement]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(samples.check(actor)) for actor in range(len(endpoint.actors))]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+        return [task.result() for task in tasks]
+
+    try:
+        with BackgroundLoop("contract-check") as loop:
+            agreements = loop.run(check_all())
+    except SampleError as error:
+        raise HiddenStatesError(f"contract check: no states from the extractors: {error}") from error
+    finally:
+        samples.close()
+    worst = max(agreements, key=lambda agreement: agreement.ratio / agreement.tolerance)
+    return dataclasses.replace(endpoint, lives=frozenset(samples.trusted)), worst

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -17,20 +18,25 @@ import psutil
 import ray
 import torch
 from hs_connectors.mooncake_store import MooncakeStoreConfig
+from safetensors.torch import save_file
 
 from stages.artifacts import Workspace
 from stages.corpus import TokenSequence, tokens_checksum
 from stages.engine.requests import EngineError, Extraction
+from stages.hidden_states.config import HiddenStatesConfig
+from stages.hidden_states.contract import Contract
 from stages.hidden_states.layout import TRAILER_BYTES
 from stages.hidden_states.rows import CachedStates
+from stages.hidden_states.samples import Endpoint, check_contract
 from stages.hidden_states.store import METADATA, StoreAddress, in_own_memory, local_hostname
 from stages.hidden_states.wire import HiddenStatesError
 from stages.hidden_states.writer import SealedStore
-from stages.target import Target, read_folder
+from stages.target import Target, load_head, read_folder
 
 LAYER_IDS = (1, 3)
 HIDDEN_SIZE = 8
 SEGMENT_BYTES = 16 << 20  # the least that Mooncake takes
+VOCAB_SIZE = 1000
 
 
 def states_of(token_ids: np.ndarray) -> torch.Tensor:
@@ -38,7 +44,9 @@ def states_of(token_ids: np.ndarray) -> torch.Tensor:
     tokens, positions = torch.from_numpy(token_ids.astype(np.int64)), torch.arange(len(token_ids))
     rows_T = tokens * 1_000_003 + positions * 7_919
     columns_LD = torch.arange(len(LAYER_IDS) * HIDDEN_SIZE).view(len(LAYER_IDS), HIDDEN_SIZE) * 1_299_709
-    mixed_TLD = (rows_T[:, None, None] + columns_LD) * 2_654_435_761 % 2**32
+    mixed_TLD = rows_T[:, None, None] + columns_LD
+    for shift, factor in ((15, 2_654_435_761), (13, 2_246_822_519), (16, 3_266_489_917)):
+        mixed_TLD = (mixed_TLD ^ mixed_TLD >> shift) * factor % 2**32
     return (mixed_TLD / 2**31 - 1).to(torch.bfloat16)
 
 
@@ -125,7 +133,14 @@ class HarmfulStore(SealedStore):
 class PretendExtractor:
     """Plays `faults[first token][attempt]`; everything else is extracted well, after a pretended prefill."""
 
-    def __init__(self, master: str, faults: dict[int, list[str]], slow: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, master: str, home: Path, index: int, faults: dict[int, list[str]], slow: tuple[int, ...] = ()
+    ) -> None:
+        self.head = load_head(home)
+        with (home / f"lives-{index}").open("a+") as lives:
+            lives.write("*")
+            self.came_back = lives.tell() > 1
+        self.wrong = self.came_back and (home / "wrong-when-back").exists()
         config = MooncakeStoreConfig(local_hostname(master), METADATA, master, SEGMENT_BYTES, local_buffer_size=0)
         self.store = HarmfulStore(config, keep_s=60.0)
         self.store.setup()
@@ -147,7 +162,7 @@ class PretendExtractor:
         """First tokens of all requests so far."""
         return self.asked
 
-    async def extract(self, token_ids: np.ndarray, capture: dict[str, Any], logprobs: bool) -> Extraction:
+    async def extract(self, token_ids: np.ndarray, capture: dict[str, Any], logprobs: str) -> Extraction:
         first = int(token_ids[0])
         self.asked.append(first)
         planned = self.faults.get(first, [])
@@ -176,7 +191,14 @@ class PretendExtractor:
         if fault == "no pre_norm":
             del reference["pre_norm"]
         self.late.append(asyncio.create_task(self._store(capture["key"], token_ids, fault)))
-        return Extraction(reference, str(os.getpid()), ())
+        return Extraction(reference, str(os.getpid()), *(self._logprobs(token_ids) if logprobs else ()))
+
+    def _logprobs(self, token_ids: np.ndarray) -> tuple[tuple[float, ...], int]:
+        """Of all positions and a next token: what an engine with these states and this head would say."""
+        next_token = int(token_ids[0])
+        following = torch.tensor([*token_ids[1:].tolist(), next_token])
+        logits = self.head.logits(states_of(token_ids)[:, -1])
+        return tuple(torch.log_softmax(logits, -1).gather(-1, following[:, None])[:, 0].tolist()), next_token
 
     async def _store(self, key: str, token_ids: np.ndarray, fault: str) -> None:
         await asyncio.sleep(0.01)
@@ -185,6 +207,8 @@ class PretendExtractor:
         if fault == "die late":
             os._exit(1)
         states = states_of(token_ids)
+        if self.wrong:
+            states = states.roll(1, 0)
         if fault == "zero":
             states[2, 1] = 0
         if fault == "nan":
@@ -196,6 +220,47 @@ class PretendExtractor:
             self.store.put_states(key, token_ids + (fault == "swap"), in_one_block(states))
         except HiddenStatesError as error:
             self.store.put_error({"handle": key}, str(error))
+
+
+def write_head(home: Path) -> None:
+    """The ends of a target for states of HIDDEN_SIZE, as a Hugging Face folder."""
+    random = torch.Generator().manual_seed(0)
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(1, HIDDEN_SIZE),
+        "model.norm.weight": torch.rand(HIDDEN_SIZE, generator=random) + 0.5,
+        "lm_head.weight": torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=random),
+    }
+    save_file(tensors, home / "model.safetensors")
+    (home / "config.json").write_text("{}")
+
+
+@contextlib.contextmanager
+def extractors(
+    master: str, home: Path, count: int, faults: dict[int, list[str]] | None = None, slow: tuple[int, ...] = ()
+) -> Iterator[Endpoint]:
+    """Actors that stand for `count` engines, and have passed the contract check."""
+    write_head(home)
+    make = ray.remote(PretendExtractor).options(num_cpus=0, max_restarts=-1, max_concurrency=64)
+    actors = tuple(make.remote(master, home, index, faults or {}, slow) for index in range(count))
+    ray.get([actor.ready.remote() for actor in actors])
+    endpoint = Endpoint(
+        actors=actors,
+        store=address_of(master),
+        target="tiny",
+        layer_ids=LAYER_IDS,
+        hidden_size=HIDDEN_SIZE,
+        dtype="bfloat16",
+        store_bytes=count * SEGMENT_BYTES,
+        segment_bytes=SEGMENT_BYTES,
+        max_running=8 * count,
+        start_timeout_s=60.0,
+        contract=Contract(home, "bfloat16", VOCAB_SIZE, longest=256, step_tokens=128),
+    )
+    try:
+        yield check_contract(endpoint, HiddenStatesConfig())[0]
+    finally:
+        for actor in actors:
+            ray.kill(actor)
 
 
 def in_one_block(states_TLD: torch.Tensor) -> CachedStates:

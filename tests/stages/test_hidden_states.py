@@ -1,15 +1,14 @@
-"""Hidden states: bytes and checks, the contract, the master and the store."""
+"""Hidden states: bytes and checks, the master and the store."""
 
 import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 from urllib.request import urlopen
 
-import numpy as np
 import pytest
 import torch
 from hidden_states_helpers import (
@@ -22,14 +21,12 @@ from hidden_states_helpers import (
     wait_until_dead,
 )
 
-from stages.hidden_states.contract import Agreement, compare, contract_sequences
+from stages.hidden_states.arrivals import Arrivals
 from stages.hidden_states.layout import as_bytes, check_trailer, trailer
 from stages.hidden_states.master import mooncake_master
 from stages.hidden_states.reader import ByteBudget
-from stages.hidden_states.samples import _Arrivals
 from stages.hidden_states.store import HiddenStatesStore, StoreAddress, StoreGoneError
 from stages.hidden_states.wire import HiddenStatesError
-from stages.target import TargetHead
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,88 +72,6 @@ def test_budget_is_never_exceeded_and_serves_in_order() -> None:
     asyncio.run(run())
     assert order == [0, 2, 3, 4, 9]
     assert peak == 10
-
-
-# The contract, against a head and states made up here
-
-
-def engine_of(dtype: torch.dtype) -> tuple[TargetHead, list[torch.Tensor], list[np.ndarray], list[list[float]]]:
-    """A head, and what an engine that computes in `dtype` would capture and say for two sequences."""
-    generator = torch.Generator().manual_seed(0)
-    head = TargetHead(
-        embed_VD=torch.zeros(1),
-        norm_D=torch.rand(64, generator=generator).to(dtype) + 0.5,
-        lm_head_VD=(torch.randn(512, 64, generator=generator) * 0.5).to(dtype),
-        norm_eps=1e-6,
-    )
-    states, tokens, said = [], [], []
-    for length in (40, 40):
-        h = (torch.randn(length, 64, generator=generator) * 3).to(dtype)
-        ids = torch.randint(0, 512, (length,), generator=generator)
-        wide = h.float()
-        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype) * head.norm_D
-        logits = (normed.float() @ head.lm_head_VD.float().T).to(dtype).float()
-        states.append(h)
-        tokens.append(ids.numpy().astype(np.int32))
-        said.append(torch.log_softmax(logits, -1)[:-1].gather(-1, ids[1:, None])[:, 0].tolist())
-    return head, states, tokens, said
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_honest_states_keep_the_contract(dtype: torch.dtype) -> None:
-    head, states, tokens, said = engine_of(dtype)
-    for h, ids, logprobs in zip(states, tokens, said, strict=True):
-        agreement = compare(h, ids, logprobs, head)
-        assert agreement.holds
-        assert agreement.mean_tolerance < (0.1 if dtype == torch.bfloat16 else 0.01)  # or it would hold anything
-
-
-def normed(h: torch.Tensor) -> torch.Tensor:
-    return (h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True))).to(h.dtype)
-
-
-CORRUPTIONS: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
-    "a layer early": lambda states: states[0] - 0.3 * states[1],
-    "another request's": lambda states: states[1],
-    "shifted by one row": lambda states: states[0].roll(1, 0),
-    "a small additive error": lambda states: states[0] + 0.05 * states[1],
-    "one wrong row": lambda states: torch.cat([states[0][:20], states[1][20:21], states[0][21:]]),
-    "zeros": lambda states: torch.zeros_like(states[0]),
-    "NaN": lambda states: states[0] * float("nan"),
-}
-
-
-@pytest.mark.parametrize("name", CORRUPTIONS)
-def test_wrong_states_break_the_contract(name: str) -> None:
-    head, states, tokens, said = engine_of(torch.bfloat16)
-    assert not compare(CORRUPTIONS[name](states), tokens[0], said[0], head).holds
-
-
-def test_a_missing_or_doubled_final_norm_breaks_the_contract() -> None:
-    head, states, tokens, said = engine_of(torch.bfloat16)
-    post_norm = normed(states[0]) * head.norm_D  # captured after the norm, and normed again by the reader
-    assert not compare(post_norm, tokens[0], said[0], head).holds
-
-    class NoNorm(TargetHead):
-        def logits(self, states_TD: torch.Tensor) -> torch.Tensor:
-            return states_TD.float() @ self.lm_head_VD.float().T
-
-    without = NoNorm(head.embed_VD, head.norm_D, head.lm_head_VD, head.norm_eps)
-    assert not compare(states[0], tokens[0], said[0], without).holds
-
-
-def test_contract_sequences_cover_the_traps() -> None:
-    sequences = contract_sequences(vocab_size=1000, max_model_len=512, max_num_batched_tokens=128)
-    assert any(np.array_equal(a, b) for i, a in enumerate(sequences) for b in sequences[:i])  # a repeated request
-    assert np.array_equal(sequences[4][:20], sequences[1][:20])  # a shared prefix
-    assert max(map(len, sequences)) > 128  # two prefill chunks
-    assert all(ids.min() >= 0 and ids.max() < 1000 for ids in sequences)
-    assert max(map(len, contract_sequences(1000, 512, 512))) <= 512
-    assert max(map(len, contract_sequences(50, 20, 20))) == 20
-
-
-def test_nan_never_agrees() -> None:
-    assert not Agreement(float("nan"), 0.0, 1.0, 1.0).holds
 
 
 # The master and the store
@@ -234,7 +149,7 @@ def test_an_unreadable_error_marker_fails_its_own_sample_only() -> None:
             raise HiddenStatesError("code -704")
 
     async def wait() -> list[object]:
-        arrivals = _Arrivals(cast("HiddenStatesStore", Store()))
+        arrivals = Arrivals(cast("HiddenStatesStore", Store()))
         async with asyncio.timeout(5):
             return await asyncio.gather(arrivals.wait("bad"), arrivals.wait("good"), return_exceptions=True)
 

@@ -95,7 +95,7 @@ def test_extraction_survives_its_engines(target: Target, cluster: None, tmp_path
     wanted = sequences(24)
     batches = [wanted[i : i + 4] for i in range(0, 24, 4)]
     with extractor_pool(target, LAYER_IDS, ENGINE, CONFIG, work=tmp_path) as pool:
-        assert 0 < pool.agreement.mean < pool.agreement.mean_tolerance
+        assert 0.5 < pool.agreement.ratio < 1.2  # of the rounding expected
         check_generation(pool)
         actors = ray.get([actor.ready.remote() for actor in pool.endpoint.actors])
         reader = open_reader(pool.endpoint, CONFIG, num_ranks=1)

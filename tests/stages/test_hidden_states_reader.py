@@ -11,11 +11,7 @@ import pytest
 import ray
 import torch
 from hidden_states_helpers import (
-    HIDDEN_SIZE,
-    LAYER_IDS,
-    SEGMENT_BYTES,
-    PretendExtractor,
-    address_of,
+    extractors,
     kill_master,
     sequence,
     states_of,
@@ -68,36 +64,13 @@ ONCE = {1000 + 100 * i: harm for i, harm in enumerate(HARM)}
 ALWAYS = {5000 + 100 * i: harm for i, harm in enumerate(HARM)}
 DIES, DIES_LATE = 9000, 9100
 FAULTS = {first: [harm] for first, harm in ONCE.items()} | {first: [harm] * 3 for first, harm in ALWAYS.items()}
+DEATHS = {DIES: ["die"], DIES_LATE: ["die late"]}
 SLOW = (0, 11, 32)
 
 
-@contextmanager
-def extractors(master: str, count: int) -> Iterator[Endpoint]:
-    make = ray.remote(PretendExtractor).options(num_cpus=0, max_restarts=-1, max_concurrency=64)
-    faults = FAULTS | {DIES: ["die"], DIES_LATE: ["die late"]}
-    actors = tuple(make.remote(master, faults, SLOW) for _ in range(count))
-    ray.get([actor.ready.remote() for actor in actors])
-    try:
-        yield Endpoint(
-            actors=actors,
-            store=address_of(master),
-            target="tiny",
-            layer_ids=LAYER_IDS,
-            hidden_size=HIDDEN_SIZE,
-            dtype="bfloat16",
-            store_bytes=count * SEGMENT_BYTES,
-            segment_bytes=SEGMENT_BYTES,
-            max_running=8 * count,
-            start_timeout_s=60.0,
-        )
-    finally:
-        for actor in actors:
-            ray.kill(actor)
-
-
 @pytest.fixture(scope="module")
-def endpoint(cluster: None, master: str) -> Iterator[Endpoint]:
-    with extractors(master, count=2) as found:
+def endpoint(cluster: None, master: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    with extractors(master, tmp_path_factory.mktemp("extractors"), 2, FAULTS, SLOW) as found:
         yield found
 
 
@@ -228,10 +201,10 @@ def test_an_endpoint_travels_to_another_process(endpoint: Endpoint) -> None:
     assert all(torch.equal(a, states_of(sequence(i).input_ids).float()) for i, a in enumerate(found, start=1))
 
 
-def test_dead_extractors_come_back_or_end_the_read(cluster: None, master: str) -> None:
+def test_dead_extractors_come_back_or_end_the_read(cluster: None, master: str, tmp_path: Path) -> None:
     # A time-out longer than the test: a death, also one after the answer, is noticed as such.
     config = replace(CONFIG, sample_timeout_s=900.0)
-    with extractors(master, count=1) as endpoint, reading(endpoint, config) as reader:
+    with extractors(master, tmp_path, 1, DEATHS) as endpoint, reading(endpoint, config) as reader:
         read = list(reader.read([[sequence(1)], [sequence(DIES), sequence(3)], [sequence(DIES_LATE)]]))
         assert [len(batch.sequences) for batch in read] == [1, 2, 1]
         for batch in read:
@@ -243,6 +216,23 @@ def test_dead_extractors_come_back_or_end_the_read(cluster: None, master: str) -
             list(batches)
 
 
+def test_an_extractor_that_comes_back_wrong_gives_no_sample(cluster: None, master: str, tmp_path: Path) -> None:
+    (tmp_path / "wrong-when-back").touch()
+    with extractors(master, tmp_path, 2, DEATHS) as endpoint, reading(endpoint) as reader:
+        read = list(reader.read([[sequence(DIES)], *([sequence(8 * b + i) for i in range(8)] for b in range(40))]))
+        assert [len(batch.sequences) for batch in read] == [1, *[8] * 40]
+        for batch in read:
+            check_batch(batch)
+        while "**" not in (lives := [(tmp_path / f"lives-{index}").read_text() for index in (0, 1)]):
+            time.sleep(0.05)
+        survivor = lives.index("*")
+        ray.kill(endpoint.actors[survivor])
+        with pytest.raises(HiddenStatesError, match="all 2 engines are dead"):
+            list(reader.read([[sequence(i)] for i in range(50)]))
+        why = reader._samples.dispatcher._dead[1 - survivor]
+        assert "came back, but: captured states do not reproduce the engine's log-probabilities" in why
+
+
 def test_a_dead_master_ends_the_read_at_once_and_is_named(cluster: None, tmp_path: Path) -> None:
     killed: list[float] = []
     set_aside: list[object] = []
@@ -250,7 +240,7 @@ def test_a_dead_master_ends_the_read_at_once_and_is_named(cluster: None, tmp_pat
     def read() -> None:
         with (
             mooncake_master("127.0.0.1", tmp_path / "master.log") as master,
-            extractors(master, count=1) as endpoint,
+            extractors(master, tmp_path, 1) as endpoint,
             reading(endpoint, replace(CONFIG, sample_timeout_s=900.0)) as reader,
         ):
             batches = reader.read([[sequence(100 * i)] for i in range(1, 9)] * 20)
