@@ -2,13 +2,15 @@
 
 vLLM loads this module by its path (`kv_connector_module_path`) in the engine's core process (scheduler
 side) and in every worker. A request asks with `kv_transfer_params={"capture": True, "key": …,
-"attempt": …}` and gets the fields of a `Manifest` back; requests that don't ask leave no trace.
+"attempt": …, "encoding": …}` and gets the fields of a `Manifest` back; requests that don't ask leave no
+trace. The ranks of a tensor-parallel engine all hold the states, and each stores a share of the tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +21,14 @@ from hs_connectors.mooncake_hidden_states_connector import (
     PendingSave,
 )
 from hs_connectors.mooncake_store import MooncakeStoreConfig
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
 from stages.corpus import tokens_checksum
 from stages.engine.cpu import die_with_parent
-from stages.hidden_states.layout import object_bytes
 from stages.hidden_states.rows import CachedStates
 from stages.hidden_states.store import METADATA, local_hostname
+from stages.hidden_states.wire import Manifest
 from stages.hidden_states.writer import SealedStore
 
 if TYPE_CHECKING:
@@ -73,8 +76,9 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        if self._is_tp_rank_zero:
-            self._ensure_store()  # now, so that a wrong master address fails the start and not a sample
+        self._rank: int = get_tensor_model_parallel_rank()
+        self._is_tp_rank_zero = True  # to the base class: one that writes
+        self._ensure_store()  # now, so that a wrong master address fails the start and not a sample
 
     def _device(self) -> Any:
         return _CPU_DEVICE if self._vllm_config.device_config.device_type == "cpu" else super()._device()
@@ -87,10 +91,11 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
         try:
             with self._device().stream(self._copy_stream):
                 states = CachedStates(self._kv_cache, self._slots(pending))
-                self._store.put_states(pending.mooncake_key, pending.token_ids.numpy(), states)
+                manifest = pending.transfer_manifest["manifest"]
+                self._store.put_stripe(manifest, self._rank, pending.token_ids.numpy(), states)
         except Exception as error:
             try:
-                self._store.put_error(pending.transfer_manifest, str(error))
+                self._store.put_failure(pending.mooncake_key, str(error))
             except RuntimeError:
                 logger.exception("no error marker for %s", pending.mooncake_key)
             raise
@@ -121,24 +126,22 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
         if not params.get("capture") or request.status not in _COMPLETED:
             return False, None
         token_ids = torch.tensor(request.prompt_token_ids, dtype=torch.int32)
-        num_tokens, num_layers = len(token_ids), self._num_hidden_states
-        manifest = {
-            "key": params["key"],
-            "num_tokens": num_tokens,
-            "layer_ids": self._layer_ids,
-            "hidden_size": self._hidden_size,
-            "dtype": str(self._hidden_state_dtype).removeprefix("torch."),
-            "pre_norm": True,  # vLLM's extra layer id `num_layers`; the contract check holds it to that
-            "target": self._target,
-            "tokens_crc32": tokens_checksum(token_ids.numpy()),
-            "total_bytes": object_bytes(num_tokens, num_layers, self._hidden_size, self._hidden_state_dtype),
-            "attempt": params["attempt"],
-        }
+        manifest = Manifest(
+            key=params["key"],
+            shape=(len(token_ids), self._num_hidden_states, self._hidden_size),
+            encoding=params["encoding"],
+            stripes=self._vllm_config.parallel_config.tensor_parallel_size,
+            layer_ids=tuple(self._layer_ids),
+            pre_norm=True,  # vLLM's extra layer id `num_layers`; the contract check holds it to that
+            target=self._target,
+            tokens_crc32=tokens_checksum(token_ids.numpy()),
+            attempt=params["attempt"],
+        )
         self._pending_saves[request.request_id] = PendingSave(
             req_id=request.request_id,
             mooncake_key=params["key"],
             token_ids=token_ids,
             block_ids=list(block_ids),
-            transfer_manifest={"handle": params["key"], **manifest},
+            transfer_manifest={"manifest": manifest},
         )
-        return True, manifest
+        return True, asdict(manifest)

@@ -30,6 +30,7 @@ _LOWEST_ID = 256  # below: special tokens in many vocabularies, and bytes
 _MOST_LOGITS = 1 << 28  # 1 GiB in fp32: what an engine must find room for when it is asked about every position
 _MARGIN = 1.5  # of an honest engine's rounding over the model of it in `compare`; 1.0 was measured
 _LARGEST = 8.0  # of a single position; an honest engine's largest of 1,200 was 3.1
+_ENCODING_ERROR = 0.1  # of a layer in L2: fp8 costs 0.03, and two prefills on a GPU differ too
 
 
 class ContractError(HiddenStatesError):
@@ -155,6 +156,15 @@ class Contract:
             if not agreement.holds:
                 raise ContractError(_explain(agreement))
         return pooled
+
+    def judge_encoding(self, states_TLD: torch.Tensor, decoded_TLD: torch.Tensor) -> None:
+        """Raise ContractError when states that travelled encoded are too far from those that did not."""
+        error_L = (decoded_TLD.float() - states_TLD.float()).norm(dim=(0, 2)) / states_TLD.float().norm(dim=(0, 2))
+        if not bool((error_L <= _ENCODING_ERROR).all()):
+            raise ContractError(
+                f"decoded states differ from the engine's by {error_L.tolist()} of each layer's L2 norm "
+                f"(tolerance {_ENCODING_ERROR}); leave hidden_states.encoding at bfloat16"
+            )
 
 
 def _explain(found: Agreement) -> str:

@@ -49,14 +49,20 @@ def peak_bits(states_RLD: torch.Tensor) -> torch.Tensor:
     """
     bits_RLD = states_RLD.view(torch.int16)
     peaks_RL = torch.empty(states_RLD.shape[:2], dtype=torch.int16, device=states_RLD.device)
+    pieces = row_pieces(states_RLD)
+    buffer = torch.empty_like(bits_RLD[pieces[0]]) if pieces else bits_RLD
+    for rows in pieces:
+        piece = bits_RLD[rows]
+        torch.bitwise_and(piece, _MAGNITUDE, out=buffer[: len(piece)])
+        torch.amax(buffer[: len(piece)], -1, out=peaks_RL[rows])
+    return peaks_RL
+
+
+def row_pieces(states_RLD: torch.Tensor) -> list[slice]:
+    """All rows in pieces of a size that suits the device."""
     elements = _ELEMENTS_AT_ONCE.get(states_RLD.device.type, _ELEMENTS_AT_ONCE["other"])
     step = max(1, elements // max(1, states_RLD[:1].numel()))
-    buffer = torch.empty_like(bits_RLD[:step])
-    for start in range(0, len(states_RLD), step):
-        piece = bits_RLD[start : start + step]
-        torch.bitwise_and(piece, _MAGNITUDE, out=buffer[: len(piece)])
-        torch.amax(buffer[: len(piece)], -1, out=peaks_RL[start : start + step])
-    return peaks_RL
+    return [slice(start, start + step) for start in range(0, len(states_RLD), step)]
 
 
 def check_peaks(peaks_RL: torch.Tensor, first_token: int = 0) -> None:

@@ -22,8 +22,8 @@ from stages.engine.requests import EngineError, Extraction
 from stages.hidden_states.arrivals import Arrivals
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.contract import Agreement, Contract, Logprobs
-from stages.hidden_states.layout import TRAILER_BYTES, as_bytes, check_trailer, object_bytes
-from stages.hidden_states.store import HiddenStatesStore, StoreAddress, StoreGoneError
+from stages.hidden_states.layout import Layout, check_seal
+from stages.hidden_states.store import HiddenStatesStore, StoreAddress, StoreGoneError, error_name, stripe_name
 from stages.hidden_states.wire import HiddenStatesError, Manifest
 
 R = TypeVar("R")
@@ -38,24 +38,13 @@ class Endpoint:
     store: StoreAddress
     target: str  # identity
     layer_ids: tuple[int, ...]
-    hidden_size: int
-    dtype: str
+    layout: Layout
     store_bytes: int  # lent by all extractors
-    segment_bytes: int  # lent by one; no object is larger
+    segment_bytes: int  # lent by one; no sample is larger
     max_running: int  # sequences that all extractors run at once
     start_timeout_s: float
     contract: Contract  # what an engine must prove before its samples are used
     lives: frozenset[str] = frozenset()  # of engines that have proved it
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
-    def object_bytes(self, num_tokens: int) -> int:
-        """Bytes of the stored object of a sequence of this length."""
-        return object_bytes(num_tokens, len(self.layer_ids), self.hidden_size, self.torch_dtype)
 
 
 class SampleError(HiddenStatesError):
@@ -83,23 +72,26 @@ class Samples:
     async def take(
         self,
         token_ids: np.ndarray,
-        into: tuple[torch.Tensor, torch.Tensor],
+        states_TLD: torch.Tensor,
+        scratch: torch.Tensor,
         *,
         attempt: int = 0,
         actor: int,
         logprobs: Logprobs | None = None,
+        layout: Layout | None = None,
     ) -> Extraction:
-        """Have `actor` extract the states of `token_ids` (int [T]) and read them `into` registered memory.
+        """Have `actor` extract the states of `token_ids` (int [T]) and read them into registered memory.
 
-        `into`: states [T, L, D] and trailer uint8 [TRAILER_BYTES]. The object is gone from the store
-        afterwards. Raises SampleError when it cannot be had or must not be trained on, StoreGoneError
-        when none can be had any more. Only the contract check asks for log-probabilities, and so of an
-        engine that has yet to pass it.
+        `states_TLD`: bfloat16, filled; `scratch`: uint8 [layout.scratch_bytes(T)], for what else is read. The
+        sample is gone from the store afterwards. Raises SampleError when it cannot be had or must not be
+        trained on, StoreGoneError when none can be had any more. Only the contract check asks for
+        log-probabilities, and so of an engine that has yet to pass it.
         """
         self._asked += 1
         key = f"{self._session}-{self._asked}-{attempt}"  # fresh: a late object of an earlier try harms nobody
-        expected = self._expected(key, token_ids, attempt)
-        capture = {"key": key, "attempt": attempt}
+        layout = layout or self.endpoint.layout
+        expected = self._expected(key, token_ids, attempt, layout)
+        capture = {"key": key, "attempt": attempt, "encoding": layout.encoding}
         try:
             async with asyncio.timeout(self._timeout_s):
                 extraction = await self.dispatcher.call(actor, "extract", token_ids, capture, logprobs or "")
@@ -107,7 +99,7 @@ class Samples:
                 if logprobs is None and extraction.life not in self.trusted:
                     raise self.dispatcher.lost(actor, f"engine {actor} was started again and has not been checked")
                 # The bytes come after the answer, or never, if the engine dies in between.
-                fetching = self._fetch(extraction.reference, expected, into)
+                fetching = self._fetch(extraction.reference, expected, states_TLD, scratch)
                 await self.dispatcher.unless_lost(actor, extraction.life, fetching)
         except TimeoutError as error:
             raise SampleError(f"no states within hidden_states.sample_timeout_s={self._timeout_s}", actor) from error
@@ -118,7 +110,7 @@ class Samples:
         finally:
             # The store may be gone as well; what is left behind there is deleted by its writer in time.
             with contextlib.suppress(HiddenStatesError):
-                self.store.remove(key)
+                self.store.remove([error_name(key), *_names(expected)])
         return extraction
 
     async def check(self, actor: int) -> Agreement:
@@ -126,20 +118,24 @@ class Samples:
 
         Raises ContractError when they are not, SampleError when they cannot be had.
         """
-        contract, endpoint = self.endpoint.contract, self.endpoint
+        contract, layout = self.endpoint.contract, self.endpoint.layout
+        exact = dataclasses.replace(layout, encoding="bfloat16")
         lives = set()
 
-        async def one(token_ids: np.ndarray, which: Logprobs) -> tuple[torch.Tensor, np.ndarray, Extraction]:
-            shape = (len(token_ids), len(endpoint.layer_ids), endpoint.hidden_size)
-            states_TLD, trailer = torch.empty(shape, dtype=endpoint.torch_dtype), torch.empty(TRAILER_BYTES).byte()
-            self.store.register(states_TLD)
-            self.store.register(trailer)
+        async def get(token_ids: np.ndarray, which: Logprobs, layout: Layout) -> tuple[torch.Tensor, Extraction]:
+            memory, states_TLD, [scratch] = layout.allocate([len(token_ids)])
+            self.store.register(memory)
             try:
-                said = await self.take(token_ids, (states_TLD, trailer), actor=actor, logprobs=which)
+                said = await self.take(token_ids, states_TLD, scratch, actor=actor, logprobs=which, layout=layout)
             finally:
-                self.store.unregister(trailer)
-                self.store.unregister(states_TLD)
+                self.store.unregister(memory)
             lives.add(said.life)
+            return states_TLD, said
+
+        async def one(token_ids: np.ndarray, which: Logprobs) -> tuple[torch.Tensor, np.ndarray, Extraction]:
+            states_TLD, said = await get(token_ids, which, exact)
+            if layout != exact:
+                contract.judge_encoding(states_TLD, (await get(token_ids, which, layout))[0])
             return states_TLD[:, -1], token_ids, said
 
         try:
@@ -162,31 +158,33 @@ class Samples:
             raise EngineError(f"engine {actor} came back, but: {error}") from error
 
     async def _fetch(
-        self, reference: dict[str, object], expected: Manifest, into: tuple[torch.Tensor, torch.Tensor]
+        self, reference: dict[str, object], expected: Manifest, states_TLD: torch.Tensor, scratch: torch.Tensor
     ) -> None:
-        await self._arrivals.wait(expected.key)  # before anything is refused, so that there is something to delete
-        check_manifest(reference, expected)
-        await self._in_thread(functools.partial(self._read, expected, into))
+        await self._arrivals.wait(expected.key, _names(expected))  # before anything is refused: it is to be deleted
+        expected.check(reference)
+        await self._in_thread(functools.partial(self._read, expected, states_TLD, scratch))
 
-    def _expected(self, key: str, token_ids: np.ndarray, attempt: int) -> Manifest:
-        endpoint = self.endpoint
+    def _expected(self, key: str, token_ids: np.ndarray, attempt: int, layout: Layout) -> Manifest:
         return Manifest(
             key=key,
-            num_tokens=len(token_ids),
-            layer_ids=endpoint.layer_ids,
-            hidden_size=endpoint.hidden_size,
-            dtype=endpoint.dtype,
+            shape=(len(token_ids), layout.num_layers, layout.hidden_size),
+            encoding=layout.encoding,
+            stripes=layout.stripes,
+            layer_ids=self.endpoint.layer_ids,
             pre_norm=True,
-            target=endpoint.target,
+            target=self.endpoint.target,
             tokens_crc32=tokens_checksum(token_ids),
-            total_bytes=endpoint.object_bytes(len(token_ids)),
             attempt=attempt,
         )
 
-    def _read(self, manifest: Manifest, into: tuple[torch.Tensor, torch.Tensor]) -> None:
-        states_TLD, trailer = into
-        self.store.get_into(manifest.key, (states_TLD, trailer))
-        check_trailer(trailer.numpy().tobytes(), as_bytes(states_TLD), manifest.tokens_crc32, manifest.num_tokens)
+    def _read(self, manifest: Manifest, states_TLD: torch.Tensor, scratch: torch.Tensor) -> None:
+        """All stripes in one call, each into its place."""
+        layout = Layout.of(manifest)
+        places = layout.places(states_TLD, scratch)
+        self.store.get_into({name: place[1:] for name, place in zip(_names(manifest), places, strict=True)})
+        for span, payload, trailer in places:
+            check_seal(trailer.numpy().tobytes(), payload.numpy(), manifest, span)
+            layout.unpack(payload, states_TLD[span])
 
     async def _in_thread(self, job: Callable[[], R]) -> R:
         """Run `job` in a thread, and wait for it even when cancelled: it writes into memory that others own."""
@@ -203,14 +201,10 @@ class Samples:
         self.store.close()
 
 
-def check_manifest(reference: dict[str, object], expected: Manifest) -> None:
-    """Raise HiddenStatesError naming every field of a connector's answer that is not as expected."""
-    wanted = dataclasses.asdict(expected)
-    found = {name: tuple(value) if isinstance(value, list) else value for name, value in reference.items()}
-    wrong = [name for name, value in wanted.items() if found.get(name) != value]
-    if wrong:
-        said = "; ".join(f"{name}: expected {wanted[name]!r}, found {found.get(name)!r}" for name in wrong)
-        raise HiddenStatesError(f"manifest differs in {said}")
+def _names(manifest: Manifest) -> list[str]:
+    """The store's names of a sample's stripes."""
+    spans = Layout.of(manifest).spans(manifest.shape[0])
+    return [stripe_name(manifest.key, stripe) for stripe in range(len(spans))]
 
 
 def check_contract(endpoint: Endpoint, config: HiddenStatesConfig) -> tuple[Endpoint, Agreement]:

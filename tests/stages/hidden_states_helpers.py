@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -25,11 +26,11 @@ from stages.corpus import TokenSequence, tokens_checksum
 from stages.engine.requests import EngineError, Extraction
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.contract import Contract
-from stages.hidden_states.layout import TRAILER_BYTES
+from stages.hidden_states.layout import Layout
 from stages.hidden_states.rows import CachedStates
 from stages.hidden_states.samples import Endpoint, check_contract
 from stages.hidden_states.store import METADATA, StoreAddress, in_own_memory, local_hostname
-from stages.hidden_states.wire import HiddenStatesError
+from stages.hidden_states.wire import HiddenStatesError, Manifest
 from stages.hidden_states.writer import SealedStore
 from stages.target import Target, load_head, read_folder
 
@@ -37,6 +38,7 @@ LAYER_IDS = (1, 3)
 HIDDEN_SIZE = 8
 SEGMENT_BYTES = 16 << 20  # the least that Mooncake takes
 VOCAB_SIZE = 1000
+STRIPES = 2  # written one after the other here, by ranks of a real engine
 
 
 def states_of(token_ids: np.ndarray) -> torch.Tensor:
@@ -58,7 +60,7 @@ def sequence(first: int, length: int = 5) -> TokenSequence:
 
 def address_of(master: str) -> StoreAddress:
     """How readers reach the store of the master at host:port."""
-    return StoreAddress(master, "tcp", "", 0)
+    return StoreAddress(master, "tcp", "")
 
 
 def master_process(master: str, parent: int | None = None) -> psutil.Process:
@@ -173,24 +175,25 @@ class PretendExtractor:
             raise ValueError("prompt too long")
         if first in self.slow:
             await asyncio.sleep(0.3)
-        reference = {
-            "key": capture["key"],
-            "num_tokens": len(token_ids),
-            "layer_ids": list(LAYER_IDS),
-            "hidden_size": HIDDEN_SIZE,
-            "dtype": "bfloat16",
-            "pre_norm": True,
-            "target": "tiny",
-            "tokens_crc32": tokens_checksum(token_ids),
-            "total_bytes": states_of(token_ids).nbytes + TRAILER_BYTES,
-            "attempt": capture["attempt"],
-        }
+        manifest = Manifest(
+            key=capture["key"],
+            shape=(len(token_ids), len(LAYER_IDS), HIDDEN_SIZE),
+            encoding=capture["encoding"],
+            stripes=STRIPES,
+            layer_ids=LAYER_IDS,
+            pre_norm=True,
+            target="tiny",
+            tokens_crc32=tokens_checksum(token_ids),
+            attempt=capture["attempt"],
+        )
+        self.late.append(asyncio.create_task(self._store(manifest, token_ids, fault)))
         if fault.startswith("manifest "):
             field = fault.removeprefix("manifest ")
-            reference |= {field: {"layer_ids": [1, 2], "pre_norm": False, "target": "other", "tokens_crc32": 1}[field]}
+            wrong = {"layer_ids": (1, 2), "pre_norm": False, "target": "other", "tokens_crc32": 1}
+            manifest = replace(manifest, **{field: wrong[field]})
+        reference = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(manifest).items()}
         if fault == "no pre_norm":
             del reference["pre_norm"]
-        self.late.append(asyncio.create_task(self._store(capture["key"], token_ids, fault)))
         return Extraction(reference, str(os.getpid()), *(self._logprobs(token_ids) if logprobs else ()))
 
     def _logprobs(self, token_ids: np.ndarray) -> tuple[tuple[float, ...], int]:
@@ -200,7 +203,7 @@ class PretendExtractor:
         logits = self.head.logits(states_of(token_ids)[:, -1])
         return tuple(torch.log_softmax(logits, -1).gather(-1, following[:, None])[:, 0].tolist()), next_token
 
-    async def _store(self, key: str, token_ids: np.ndarray, fault: str) -> None:
+    async def _store(self, manifest: Manifest, token_ids: np.ndarray, fault: str) -> None:
         await asyncio.sleep(0.01)
         if fault == "lose":
             return
@@ -215,11 +218,16 @@ class PretendExtractor:
             states[1, 0, 3] = float("nan")
         if fault == "double":
             states[4] = states[1]
+        if fault == "swap":
+            manifest = replace(manifest, tokens_crc32=1)
+        if fault == "other layers":
+            manifest = replace(manifest, layer_ids=(1, 2))
         self.store.harm = fault
         try:
-            self.store.put_states(key, token_ids + (fault == "swap"), in_one_block(states))
+            for stripe in range(STRIPES - (fault == "lose a stripe")):
+                self.store.put_stripe(manifest, stripe, token_ids, in_one_block(states))
         except HiddenStatesError as error:
-            self.store.put_error({"handle": key}, str(error))
+            self.store.put_failure(manifest.key, str(error))
 
 
 def write_head(home: Path) -> None:
@@ -248,8 +256,7 @@ def extractors(
         store=address_of(master),
         target="tiny",
         layer_ids=LAYER_IDS,
-        hidden_size=HIDDEN_SIZE,
-        dtype="bfloat16",
+        layout=Layout(len(LAYER_IDS), HIDDEN_SIZE, "bfloat16", STRIPES),
         store_bytes=count * SEGMENT_BYTES,
         segment_bytes=SEGMENT_BYTES,
         max_running=8 * count,

@@ -5,10 +5,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from urllib.request import urlopen
 
+import numpy as np
 import pytest
 import torch
 from hidden_states_helpers import (
@@ -22,11 +24,11 @@ from hidden_states_helpers import (
 )
 
 from stages.hidden_states.arrivals import Arrivals
-from stages.hidden_states.layout import as_bytes, check_trailer, trailer
+from stages.hidden_states.layout import TRAILER_BYTES, Layout, as_bytes, check_seal, seal
 from stages.hidden_states.master import mooncake_master
 from stages.hidden_states.reader import ByteBudget
 from stages.hidden_states.store import HiddenStatesStore, StoreAddress, StoreGoneError
-from stages.hidden_states.wire import HiddenStatesError
+from stages.hidden_states.wire import HiddenStatesError, Manifest
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,18 +36,64 @@ ROOT = Path(__file__).parents[2]
 # Bytes and checks
 
 
-def test_trailer_vouches_for_bytes_and_tokens() -> None:
-    states = as_bytes(torch.randn(4, 2, 8, dtype=torch.bfloat16))
-    seal = trailer(states, 7, 4)
-    check_trailer(seal, states, 7, 4)
-    damaged = states.copy()
-    damaged[11] ^= 1
-    with pytest.raises(HiddenStatesError, match="damaged bytes"):
-        check_trailer(seal, damaged, 7, 4)
-    with pytest.raises(HiddenStatesError, match="states of other tokens"):
-        check_trailer(seal, states, 8, 4)
+MANIFEST = Manifest("k", (9, 2, 8), "bfloat16", 2, (1, 3), True, "tiny", 7, 0)
+
+
+def test_trailer_vouches_for_bytes_tokens_and_manifest() -> None:
+    states, span = as_bytes(torch.randn(5, 2, 8, dtype=torch.bfloat16)), slice(0, 5)
+    trailer = seal(states, MANIFEST, span)
+    check_seal(trailer, states, MANIFEST, span)
+    for damaged_byte in (11, len(states) + 20, len(states) + 60):
+        whole = bytearray(states.tobytes() + trailer)
+        whole[damaged_byte] ^= 1
+        with pytest.raises(HiddenStatesError, match="damaged bytes"):
+            check_seal(bytes(whole[len(states) :]), np.frombuffer(whole[: len(states)], np.uint8), MANIFEST, span)
+    with pytest.raises(HiddenStatesError, match=r"states of other tokens: expected 0\.\.5 of 9 .*, found 0\.\.5 of 9"):
+        check_seal(trailer, states, replace(MANIFEST, tokens_crc32=8), span)
+    with pytest.raises(HiddenStatesError, match=r"expected 4\.\.9 of 9 .*, found 0\.\.5 of 9"):
+        check_seal(trailer, states, MANIFEST, slice(4, 9))
     with pytest.raises(HiddenStatesError, match="not written whole"):
-        check_trailer(bytes(len(seal)), states, 7, 4)
+        check_seal(bytes(len(trailer)), states, MANIFEST, span)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"key": "j"}, {"attempt": 1}, {"layer_ids": (3, 1)}, {"target": "other"}, {"pre_norm": False}, {"stripes": 3}],
+)
+def test_bytes_of_another_manifest_are_refused(change: dict[str, Any]) -> None:
+    states, span = as_bytes(torch.randn(5, 2, 8, dtype=torch.bfloat16)), slice(0, 5)
+    with pytest.raises(HiddenStatesError, match="another manifest"):
+        check_seal(seal(states, replace(MANIFEST, **change), span), states, MANIFEST, span)
+    [name] = change
+    said = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(MANIFEST).items()}
+    MANIFEST.check(said)
+    with pytest.raises(HiddenStatesError, match=f"manifest differs in {name}: expected"):
+        MANIFEST.check(said | change)
+    del said[name]
+    with pytest.raises(HiddenStatesError, match=f"{name}: expected .*, found None"):
+        MANIFEST.check(said)
+
+
+@pytest.mark.parametrize("stripes", [1, 2, 8])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 7, 8, 9, 64])
+def test_stripes_share_all_tokens(num_tokens: int, stripes: int) -> None:
+    layout = Layout(2, 8, "bfloat16", stripes)
+    spans = layout.spans(num_tokens)
+    assert [token for span in spans for token in range(num_tokens)[span]] == list(range(num_tokens))
+    lengths = [span.stop - span.start for span in spans]
+    assert len(lengths) <= stripes
+    assert min(lengths, default=1) > 0
+    assert max(lengths, default=0) <= -(-num_tokens // stripes)
+    stored = sum(layout.payload_bytes(length) + TRAILER_BYTES for length in lengths)
+    assert stored <= layout.object_bytes(num_tokens) < stored + stripes * layout.payload_bytes(1) + 1
+
+
+def test_memory_for_a_batch_is_one_piece() -> None:
+    memory, states, scratch = Layout(2, 8, "bfloat16", 2).allocate([3, 0, 1])
+    assert states.shape == (4, 2, 8)
+    assert [len(one) for one in scratch] == [2 * TRAILER_BYTES, 0, TRAILER_BYTES]
+    assert states.nbytes + sum(map(len, scratch)) == memory.nbytes
+    assert states.data_ptr() == memory.data_ptr()
 
 
 def test_budget_is_never_exceeded_and_serves_in_order() -> None:
@@ -88,17 +136,17 @@ def test_store_checks_every_code(master: str) -> None:
     assert store.put("a", bytes(range(100))) == 0
     memory = torch.zeros(128, dtype=torch.uint8)
     reader.register(memory)
-    reader.get_into("a", (memory[:60], memory[80:120]))
+    reader.get_into({"a": [memory[:60], memory[80:120]]})
     assert memory[:60].tolist() == list(range(60))
     assert memory[80:120].tolist() == list(range(60, 100))
     with pytest.raises(HiddenStatesError, match="get a: expected success, found code"):
-        reader.get_into("a", (memory[:50],))
+        reader.get_into({"a": [memory[:50]]})
     assert reader.exist(["a", "b"]) == [True, False]
-    reader.remove("a")
-    reader.remove("a")  # already gone
+    reader.remove(["a", "b"])  # the other was never there
+    reader.remove(["a"])  # already gone
     assert reader.exist(["a"]) == [False]
     with pytest.raises(HiddenStatesError, match="-704"):
-        reader.get_into("a", (memory[:100],))
+        reader.get_into({"a": [memory[:100]]})
     assert store.put("big", bytes(2 * SEGMENT_BYTES)) == -200  # larger than all memory lent
     reader.unregister(memory)
     reader.close()
@@ -119,7 +167,7 @@ def test_a_full_store_refuses_instead_of_evicting(master: str) -> None:
 def test_nobody_at_the_master_address_is_said_at_once() -> None:
     started = time.monotonic()
     with pytest.raises(StoreGoneError, match=r"hidden_states\.master_address=127\.0\.0\.1:1"):
-        HiddenStatesStore(StoreAddress("127.0.0.1:1", "tcp", "", 0))
+        HiddenStatesStore(StoreAddress("127.0.0.1:1", "tcp", ""))
     assert time.monotonic() - started < 10
 
 
@@ -128,7 +176,7 @@ def test_a_master_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
         with mooncake_master("127.0.0.1", tmp_path / "master.log") as running:
             store = HiddenStatesStore(address_of(running))
             kill_master(running)
-            for call in (lambda: store.exist(["a"]), lambda: store.remove("a"), lambda: store.get_error("a")):
+            for call in (lambda: store.exist(["a"]), lambda: store.remove(["a"]), lambda: store.get_error("a")):
                 with pytest.raises(StoreGoneError, match=r"Mooncake exist a: .* code -900.*expected a Mooncake master"):
                     call()  # the later ones without waiting for the master again
             if fail:
@@ -143,7 +191,7 @@ def test_a_master_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
 def test_an_unreadable_error_marker_fails_its_own_sample_only() -> None:
     class Store:
         def exist(self, keys: list[str]) -> list[bool]:
-            return [key in ("bad:error", "good") for key in keys]
+            return [key in ("bad.error", "bad.0", "good.0", "good.1") for key in keys]
 
         def get_error(self, key: str) -> str:
             raise HiddenStatesError("code -704")
@@ -151,7 +199,9 @@ def test_an_unreadable_error_marker_fails_its_own_sample_only() -> None:
     async def wait() -> list[object]:
         arrivals = Arrivals(cast("HiddenStatesStore", Store()))
         async with asyncio.timeout(5):
-            return await asyncio.gather(arrivals.wait("bad"), arrivals.wait("good"), return_exceptions=True)
+            return await asyncio.gather(
+                arrivals.wait("bad", ["bad.0"]), arrivals.wait("good", ["good.0", "good.1"]), return_exceptions=True
+            )
 
     bad, good = asyncio.run(wait())
     assert "why cannot be read: code -704" in str(bad)
