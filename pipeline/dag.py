@@ -95,8 +95,15 @@ def _publish(c: PipelineConfig, i: Inputs, out: Workspace) -> Artifact:
 STAGES: tuple[Stage, ...] = (
     Stage("target", "Target", (), ("target",), 1, _target),
     Stage("datagen", "Corpus", ("target",), ("datagen", "engine"), 2, _datagen),
-    Stage("train", "Draft", ("target", "datagen"), ("train", "draft", "engine"), 1, _train),
-    Stage("calibrate", "Calibration", ("target", "datagen", "train"), ("calibrate", "draft", "engine"), 2, _calibrate),
+    Stage("train", "Draft", ("target", "datagen"), ("train", "draft", "engine", "hidden_states"), 1, _train),
+    Stage(
+        "calibrate",
+        "Calibration",
+        ("target", "datagen", "train"),
+        ("calibrate", "draft", "engine", "hidden_states"),
+        2,
+        _calibrate,
+    ),
     Stage("evaluate", "Report", ("target", "datagen", "calibrate"), ("evaluate", "draft", "engine"), 1, _evaluate),
     Stage(
         "publish", "Release", ("target", "datagen", "train", "calibrate", "evaluate"), ("publish", "draft"), 2, _publish

@@ -100,10 +100,11 @@ class VllmActor:
         answer = output.outputs[0]
         return GenerationResult(request.id, tuple(answer.token_ids), answer.finish_reason or "error")
 
-    async def extract(self, token_ids: np.ndarray, capture: dict[str, Any], logprobs: bool = False) -> Extraction:
+    async def extract(self, token_ids: np.ndarray, capture: dict[str, Any], logprobs: str = "") -> Extraction:
         """Prefill `token_ids` (int [T]); the connector, told `capture`, stores their states.
 
-        Answers before the states are stored. Raises ValueError when vLLM refuses the request.
+        `logprobs`: of no position, of the "last" or of "all". Answers before the states are stored.
+        Raises ValueError when vLLM refuses the request.
         """
         from vllm import SamplingParams
 
@@ -111,12 +112,15 @@ class VllmActor:
             temperature=0.0,
             max_tokens=1,
             detokenize=False,
-            prompt_logprobs=0 if logprobs else None,
+            logprobs=0 if logprobs else None,
+            prompt_logprobs=0 if logprobs == "all" else None,
             extra_args={"kv_transfer_params": {"capture": True, **capture}},
         )
         output = await self._run(token_ids.tolist(), params)
-        said = [next(iter(row.values())).logprob for row in output.prompt_logprobs[1:]] if logprobs else []
-        return Extraction(dict(output.kv_transfer_params or {}), self._life, tuple(said))
+        [answer] = output.outputs
+        rows = [*(output.prompt_logprobs or [])[1:], *(answer.logprobs or [])]
+        said = tuple(next(iter(row.values())).logprob for row in rows)
+        return Extraction(dict(output.kv_transfer_params or {}), self._life, said, answer.token_ids[0])
 
     async def _run(self, token_ids: list[int], params: SamplingParams) -> RequestOutput:
         from vllm.exceptions import VLLMValidationError

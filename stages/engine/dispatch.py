@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 import ray
@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError
 from stages.engine.requests import EngineError
 
 T = TypeVar("T")
+_RETURNS = 3  # times that an actor may fail to come back in a row before it is given up
 
 
 class ActorLostError(EngineError):
@@ -25,11 +26,21 @@ class ActorLostError(EngineError):
 
 
 class Dispatcher:
-    """Knows which actors live and how much each has to do. For use within one event loop."""
+    """Knows which actors live and how much each has to do. For use within one event loop.
 
-    def __init__(self, actors: Sequence[ActorHandle], restart_timeout_s: float) -> None:
+    `admit`: awaited for an actor that came back before it is picked again. Its ActorLostError means another
+    try, its EngineError that the actor is given up.
+    """
+
+    def __init__(
+        self,
+        actors: Sequence[ActorHandle],
+        restart_timeout_s: float,
+        admit: Callable[[int], Awaitable[None]] | None = None,
+    ) -> None:
         self._actors = tuple(actors)
         self._restart_timeout_s = restart_timeout_s
+        self._admit = admit
         self._running = [0] * len(actors)
         self._recovering: dict[int, asyncio.Task[None]] = {}
         self._dead: dict[int, str] = {}
@@ -55,8 +66,7 @@ class Dispatcher:
         try:
             return await self._ask(index, method, *args)
         except (RayActorError, EngineError) as error:
-            self._lost(index)
-            raise ActorLostError(index, last_line(error)) from error
+            raise self.lost(index, last_line(error)) from error
         finally:
             self._running[index] -= 1
 
@@ -88,20 +98,30 @@ class Dispatcher:
         try:
             await self._ask(index, "watch", life)
         except (RayActorError, EngineError) as error:
-            self._lost(index)
-            return last_line(error)
+            return str(self.lost(index, last_line(error)))
         raise AssertionError("VllmActor.watch returned")
 
-    def _lost(self, index: int) -> None:
+    def lost(self, index: int, why: str) -> ActorLostError:
+        """Pick the actor no more until it has come back; gives the error for the call that found out."""
         if index not in self._recovering and index not in self._dead:
             self._recovering[index] = asyncio.create_task(self._recover(index))
+        return ActorLostError(index, why)
 
     async def _recover(self, index: int) -> None:
-        """Wait until Ray has started the actor again, or has given it up."""
+        """Wait until Ray has started the actor again and it is admitted, or has been given up."""
         try:
             async with asyncio.timeout(self._restart_timeout_s):
-                await self._actors[index].ready.remote()
-        except RayActorError as error:
+                for tries_left in reversed(range(_RETURNS)):
+                    await self._actors[index].ready.remote()
+                    try:
+                        if self._admit is not None:
+                            await self._admit(index)
+                    except ActorLostError:
+                        if not tries_left:
+                            raise
+                    else:
+                        return
+        except (RayActorError, EngineError) as error:
             self._dead[index] = last_line(error)
         except TimeoutError:
             self._dead[index] = f"engine {index} not back within engine.start_timeout_s={self._restart_timeout_s}"

@@ -43,12 +43,14 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class Extraction:
-    """What a connector says of captured states, and the prompt's log-probabilities if asked for.
+    """What a connector says of captured states, and the engine's log-probabilities if asked for.
 
     `life` names the engine process that will store the states: another one, after a restart, will not.
-    `logprobs[t]` is the engine's log-probability (nat) of token t+1 given tokens 0..t.
+    `logprobs` (nat) belong to the last positions of the prompt: each is of the token that follows there,
+    which after the last position is `next_token`, drawn by the engine.
     """
 
     reference: dict[str, Any]
     life: str
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...] = ()
+    next_token: int = -1

@@ -2,32 +2,34 @@
 
 vLLM loads this module by its path (`kv_connector_module_path`) in the engine's core process (scheduler
 side) and in every worker. A request asks with `kv_transfer_params={"capture": True, "key": …,
-"attempt": …}` and gets the fields of a `Manifest` back; requests that don't ask leave no trace.
+"attempt": …, "encoding": …}` and gets the fields of a `Manifest` back; requests that don't ask leave no
+trace. The ranks of a tensor-parallel engine all hold the states, and each stores a share of the tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
-from collections import deque
+import logging
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from hs_connectors.mooncake_hidden_states_connector import (
     MooncakeConnectorMetadata,
     MooncakeHiddenStatesConnector,
     PendingSave,
 )
-from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
+from hs_connectors.mooncake_store import MooncakeStoreConfig
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
 from stages.corpus import tokens_checksum
 from stages.engine.cpu import die_with_parent
-from stages.hidden_states.layout import TRAILER_BYTES, as_bytes, object_bytes, trailer
-from stages.hidden_states.store import ERROR_SUFFIX, METADATA, in_own_memory, local_hostname
+from stages.hidden_states.rows import CachedStates
+from stages.hidden_states.store import METADATA, local_hostname
+from stages.hidden_states.wire import Manifest
+from stages.hidden_states.writer import SealedStore
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-_LONGEST_ERROR = 2048  # characters
+logger = logging.getLogger(__name__)
 _COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -49,55 +51,6 @@ _CPU_DEVICE = SimpleNamespace(
     Event=lambda: SimpleNamespace(record=_nothing),
     stream=lambda _: contextlib.nullcontext(),
 )
-
-
-class SealedStore(MooncakeHiddenStatesStore):
-    """Writes states and their trailer as one object, and deletes what nobody came for."""
-
-    def __init__(self, config: MooncakeStoreConfig, keep_s: float) -> None:
-        super().__init__(config)
-        self._keep_s = keep_s
-        self._written: deque[tuple[float, str]] = deque()  # (when, key), oldest first
-        self._lock = threading.Lock()
-
-    def put_sample(self, transfer_manifest: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Copy to the host, seal, put. Raises RuntimeError with Mooncake's code."""
-        self._sweep()
-        states, token_ids = tensors["hidden_states"], tensors["token_ids"]
-        total_bytes = transfer_manifest["total_bytes"]
-        staging = self._staging_buffer("put", total_bytes)
-        sealed_bytes = total_bytes - TRAILER_BYTES
-        staging[:sealed_bytes].view(states.dtype).view(states.shape).copy_(states)
-        ids = token_ids.numpy()
-        seal = trailer(as_bytes(staging[:sealed_bytes]), tokens_checksum(ids), len(ids))
-        as_bytes(staging)[sealed_bytes:total_bytes] = np.frombuffer(seal, dtype=np.uint8)
-        self._put(transfer_manifest["handle"], staging, total_bytes)
-
-    def put_error(self, transfer_manifest: dict[str, Any], error: str) -> None:
-        """Publish a producer's error where the reader looks for it."""
-        marker = np.frombuffer(error[:_LONGEST_ERROR].encode(), dtype=np.uint8)
-        staging = self._staging_buffer("put", len(marker))
-        as_bytes(staging)[: len(marker)] = marker
-        self._put(transfer_manifest["handle"] + ERROR_SUFFIX, staging, len(marker))
-
-    def _put(self, key: str, staging: torch.Tensor, size: int) -> None:
-        """Store the first `size` bytes of `staging`."""
-        store = self._require_store()
-        code = store.put_from(key, staging.data_ptr(), size, in_own_memory(store))
-        if code != 0:
-            raise RuntimeError(f"Mooncake put of {size} bytes: expected success, found code {code} (-200: full)")
-        with self._lock:
-            self._written.append((time.monotonic(), key.removesuffix(ERROR_SUFFIX)))
-
-    def _sweep(self) -> None:
-        """Delete objects older than any reader waits; a reader that died leaves them behind."""
-        limit = time.monotonic() - self._keep_s
-        while True:
-            with self._lock:
-                if not self._written or self._written[0][0] > limit:
-                    return
-                _, key = self._written.popleft()
-            self.delete_sample(key)
 
 
 class HiddenStatesConnector(MooncakeHiddenStatesConnector):
@@ -123,11 +76,36 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        if self._is_tp_rank_zero:
-            self._ensure_store()  # now, so that a wrong master address fails the start and not a sample
+        self._rank: int = get_tensor_model_parallel_rank()
+        self._is_tp_rank_zero = True  # to the base class: one that writes
+        self._ensure_store()  # now, so that a wrong master address fails the start and not a sample
 
     def _device(self) -> Any:
         return _CPU_DEVICE if self._vllm_config.device_config.device_type == "cpu" else super()._device()
+
+    def _write_sample(self, pending: PendingSave, ready_event: Any) -> None:
+        """Runs in a writer's thread. What goes wrong is told to the consumer under the sample's key."""
+        assert self._kv_cache is not None
+        assert self._copy_stream is not None
+        self._copy_stream.wait_event(ready_event)
+        try:
+            with self._device().stream(self._copy_stream):
+                states = CachedStates(self._kv_cache, self._slots(pending))
+                manifest = pending.transfer_manifest["manifest"]
+                self._store.put_stripe(manifest, self._rank, pending.token_ids.numpy(), states)
+        except Exception as error:
+            try:
+                self._store.put_failure(pending.mooncake_key, str(error))
+            except RuntimeError:
+                logger.exception("no error marker for %s", pending.mooncake_key)
+            raise
+
+    def _slots(self, pending: PendingSave) -> torch.Tensor:
+        """int64 [T]: where the engine's cache holds each token's states."""
+        blocks_N = torch.tensor(pending.block_ids, dtype=torch.int64)
+        slots_NB = blocks_N[:, None] * self._block_size + torch.arange(self._block_size)
+        assert self._kv_cache is not None
+        return slots_NB.flatten()[: len(pending.token_ids)].to(self._kv_cache.device, non_blocking=True)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Report only captured requests: the scheduler has forgotten the others by now."""
@@ -148,24 +126,22 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
         if not params.get("capture") or request.status not in _COMPLETED:
             return False, None
         token_ids = torch.tensor(request.prompt_token_ids, dtype=torch.int32)
-        num_tokens, num_layers = len(token_ids), self._num_hidden_states
-        manifest = {
-            "key": params["key"],
-            "num_tokens": num_tokens,
-            "layer_ids": self._layer_ids,
-            "hidden_size": self._hidden_size,
-            "dtype": str(self._hidden_state_dtype).removeprefix("torch."),
-            "pre_norm": True,  # vLLM's extra layer id `num_layers`; the contract check holds it to that
-            "target": self._target,
-            "tokens_crc32": tokens_checksum(token_ids.numpy()),
-            "total_bytes": object_bytes(num_tokens, num_layers, self._hidden_size, self._hidden_state_dtype),
-            "attempt": params["attempt"],
-        }
+        manifest = Manifest(
+            key=params["key"],
+            shape=(len(token_ids), self._num_hidden_states, self._hidden_size),
+            encoding=params["encoding"],
+            stripes=self._vllm_config.parallel_config.tensor_parallel_size,
+            layer_ids=tuple(self._layer_ids),
+            pre_norm=True,  # vLLM's extra layer id `num_layers`; the contract check holds it to that
+            target=self._target,
+            tokens_crc32=tokens_checksum(token_ids.numpy()),
+            attempt=params["attempt"],
+        )
         self._pending_saves[request.request_id] = PendingSave(
             req_id=request.request_id,
             mooncake_key=params["key"],
             token_ids=token_ids,
             block_ids=list(block_ids),
-            transfer_manifest={"handle": params["key"], **manifest},
+            transfer_manifest={"manifest": manifest},
         )
-        return True, manifest
+        return True, asdict(manifest)

@@ -16,10 +16,11 @@ from stages.engine.config import EngineConfig
 from stages.engine.pool import EnginePool
 from stages.engine.requests import GenerationRequest, GenerationResult
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.contract import Agreement, check_contract
+from stages.hidden_states.contract import Agreement, Contract
+from stages.hidden_states.layout import Layout
 from stages.hidden_states.master import mooncake_master
 from stages.hidden_states.reader import StreamingReader
-from stages.hidden_states.samples import Endpoint
+from stages.hidden_states.samples import Endpoint, check_contract
 from stages.hidden_states.store import StoreAddress
 from stages.target import Target
 
@@ -56,33 +57,51 @@ def extractor_pool(
             f"layer_ids={layer_ids}: expected ids in 0..{num_layers}, the last one {num_layers} (final state)"
         )
     segment_bytes = config.segment_bytes
-    if segment_bytes < _LEAST_SEGMENT_BYTES:
-        least = _LEAST_SEGMENT_BYTES / 2**30
+    if segment_bytes < engine.tensor_parallel * _LEAST_SEGMENT_BYTES:  # every rank lends its share
+        least = engine.tensor_parallel * _LEAST_SEGMENT_BYTES / 2**30
         raise ValueError(f"hidden_states.segment_gib={config.segment_gib}: expected at least {least}")
     with ExitStack() as stack:
         master = config.master_address
         if not master:
             master = stack.enter_context(mooncake_master(_own_host(), work / "mooncake_master.log"))
-        store = StoreAddress(master, config.protocol, config.device, int(config.local_buffer_gib * 2**30))
-        args = engine_args(target, engine, layer_ids, _kv_transfer(target, layer_ids, store, segment_bytes, config))
+        store = StoreAddress(master, config.protocol, config.device)
+        args = engine_args(
+            target,
+            engine,
+            layer_ids,
+            _kv_transfer(target, layer_ids, store, segment_bytes // engine.tensor_parallel, config),
+        )
         engines = stack.enter_context(EnginePool(engine, args, work))
         endpoint = Endpoint(
             actors=engines.actors,
             store=store,
             target=target.identity,
             layer_ids=layer_ids,
-            hidden_size=target.shape.hidden_size,
-            dtype=engine.dtype,
+            layout=sample_layout(target, layer_ids, engine, config),
             store_bytes=segment_bytes * engine.num_actors,
             segment_bytes=segment_bytes,
             max_running=engine.max_num_seqs * engine.num_actors,
             start_timeout_s=engine.start_timeout_s,
+            contract=Contract(
+                folder=target.folder,
+                dtype=engine.dtype,
+                vocab_size=target.shape.vocab_size,
+                longest=min(engine.max_model_len, target.shape.max_positions - 1),  # it generates one token
+                step_tokens=engine.max_num_batched_tokens,
+            ),
         )
-        agreement = check_contract(target, endpoint, engine, config)
+        endpoint, agreement = check_contract(endpoint, config)
         yield ExtractorPool(engines, endpoint, agreement)
 
 
-def open_reader(endpoint: Endpoint, config: HiddenStatesConfig, num_ranks: int) -> StreamingReader:
+def sample_layout(
+    target: Target, layer_ids: tuple[int, ...], engine: EngineConfig, config: HiddenStatesConfig
+) -> Layout:
+    """How the extractors lay out the states of any sequence."""
+    return Layout(len(layer_ids), target.shape.hidden_size, config.encoding, engine.tensor_parallel)
+
+
+def open_reader(endpoint: Endpoint, config: HiddenStatesConfig, *, num_ranks: int) -> StreamingReader:
     """A reader for one of `num_ranks` processes; close it.
 
     Raises HiddenStatesError when the store cannot be reached.
@@ -100,7 +119,7 @@ def _kv_transfer(
             "mooncake": {
                 "master_server_address": store.master,
                 "global_segment_size": segment_bytes,
-                "local_buffer_size": store.local_buffer_bytes,
+                "local_buffer_size": 0,  # objects go out of registered memory
                 "protocol": store.protocol,
                 "device_name": store.device,
                 "num_writer_threads": config.writer_threads,

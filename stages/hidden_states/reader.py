@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 import torch
 
@@ -17,7 +16,6 @@ from stages.corpus import TokenSequence
 from stages.engine.dispatch import BackgroundLoop
 from stages.engine.requests import EngineError
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.layout import TRAILER_BYTES, states_bytes
 from stages.hidden_states.samples import Endpoint, SampleError, Samples
 from stages.hidden_states.wire import HiddenBatch, HiddenStatesError, check_set_aside
 
@@ -138,27 +136,21 @@ class StreamingReader:
 
     def _checked_bytes(self, sequence: TokenSequence) -> int:
         """The size of the sequence's object. Raises HiddenStatesError when it could never be fetched."""
-        size = self._endpoint.object_bytes(len(sequence))
+        size = self._endpoint.layout.object_bytes(len(sequence))
         if problem := misfit(sequence, size, self._window.limit, self._endpoint.segment_bytes):
             raise HiddenStatesError(problem)
         return size
 
     async def _batch(self, sequences: tuple[TokenSequence, ...]) -> HiddenBatch:
-        """Fetch all sequences of a batch into one allocation: states packed, then the trailers."""
-        endpoint = self._endpoint
-        ends = list(accumulate((len(sequence) for sequence in sequences), initial=0))
-        packed = states_bytes(ends[-1], len(endpoint.layer_ids), endpoint.hidden_size, endpoint.torch_dtype)
-        memory = torch.empty(packed + len(sequences) * TRAILER_BYTES, dtype=torch.uint8)
-        shape = (ends[-1], len(endpoint.layer_ids), endpoint.hidden_size)
-        states_TLD = memory[:packed].view(endpoint.torch_dtype).view(shape)
-        trailers = memory[packed:].view(len(sequences), TRAILER_BYTES)
-        rows = [states_TLD[start:end] for start, end in pairwise(ends)]
+        """Fetch all sequences of a batch into one allocation."""
+        lengths = [len(sequence) for sequence in sequences]
+        memory, states_TLD, scratch = self._endpoint.layout.allocate(lengths)
+        rows = states_TLD.split(lengths)
         self._samples.store.register(memory)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._sequence(sequence, (rows[i], trailers[i])))
-                    for i, sequence in enumerate(sequences)
+                    group.create_task(self._sequence(*each)) for each in zip(sequences, rows, scratch, strict=True)
                 ]
         except* (EngineError, HiddenStatesError) as errors:
             raise errors.exceptions[0] from None
@@ -167,21 +159,19 @@ class StreamingReader:
         reasons = [task.result() for task in tasks]
         set_aside = tuple((s.id, why) for s, why in zip(sequences, reasons, strict=True) if why is not None)
         if set_aside:
-            sequences, rows = (
-                tuple(s for s, why in zip(sequences, reasons, strict=True) if why is None),
-                [row for row, why in zip(rows, reasons, strict=True) if why is None],
-            )
-            states_TLD = torch.cat(rows) if rows else states_TLD[:0]
+            kept = [row for row, why in zip(rows, reasons, strict=True) if why is None]
+            sequences = tuple(s for s, why in zip(sequences, reasons, strict=True) if why is None)
+            states_TLD = torch.cat(kept) if kept else states_TLD[:0]
         return HiddenBatch(sequences, states_TLD, 0.0, set_aside)
 
-    async def _sequence(self, sequence: TokenSequence, into: tuple[torch.Tensor, torch.Tensor]) -> str | None:
-        """Fill `into`; returns why not after the last try."""
+    async def _sequence(self, sequence: TokenSequence, states_TLD: torch.Tensor, scratch: torch.Tensor) -> str | None:
+        """Fill `states_TLD`; returns why not after the last try."""
         failed: SampleError | None = None
-        async with self._running, self._window.hold(self._endpoint.object_bytes(len(sequence))):
+        async with self._running, self._window.hold(self._endpoint.layout.object_bytes(len(sequence))):
             for attempt in range(self._config.attempts):
                 actor = await self._samples.dispatcher.pick(avoid=None if failed is None else failed.actor)
                 try:
-                    await self._samples.take(sequence.input_ids, into, attempt=attempt, actor=actor)
+                    await self._samples.take(sequence.input_ids, states_TLD, scratch, attempt=attempt, actor=actor)
                 except SampleError as error:
                     failed = error
                 else:

@@ -17,15 +17,16 @@ import torch
 from ray.actor import ActorHandle
 
 from stages.corpus import tokens_checksum
-from stages.engine.dispatch import ActorLostError, Dispatcher
-from stages.engine.requests import Extraction
+from stages.engine.dispatch import ActorLostError, BackgroundLoop, Dispatcher
+from stages.engine.requests import EngineError, Extraction
+from stages.hidden_states.arrivals import Arrivals
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.layout import as_bytes, check_trailer, object_bytes
-from stages.hidden_states.store import ERROR_SUFFIX, HiddenStatesStore, StoreAddress, StoreGoneError
+from stages.hidden_states.contract import Agreement, Contract, Logprobs
+from stages.hidden_states.layout import Layout, check_seal
+from stages.hidden_states.store import HiddenStatesStore, StoreAddress, StoreGoneError, error_name, stripe_name
 from stages.hidden_states.wire import HiddenStatesError, Manifest
 
 R = TypeVar("R")
-_POLL_S = 0.005  # between looks at the store; a prefill takes longer, and one look asks for all keys at once
 _READ_THREADS = 2  # reading and checking release the GIL
 
 
@@ -37,22 +38,13 @@ class Endpoint:
     store: StoreAddress
     target: str  # identity
     layer_ids: tuple[int, ...]
-    hidden_size: int
-    dtype: str
+    layout: Layout
     store_bytes: int  # lent by all extractors
-    segment_bytes: int  # lent by one; no object is larger
+    segment_bytes: int  # lent by one; no sample is larger
     max_running: int  # sequences that all extractors run at once
     start_timeout_s: float
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
-    def object_bytes(self, num_tokens: int) -> int:
-        """Bytes of the stored object of a sequence of this length."""
-        return object_bytes(num_tokens, len(self.layer_ids), self.hidden_size, self.torch_dtype)
+    contract: Contract  # what an engine must prove before its samples are used
+    lives: frozenset[str] = frozenset()  # of engines that have proved it
 
 
 class SampleError(HiddenStatesError):
@@ -69,38 +61,45 @@ class Samples:
     def __init__(self, endpoint: Endpoint, config: HiddenStatesConfig) -> None:
         self.endpoint = endpoint
         self.store = HiddenStatesStore(endpoint.store)
-        self.dispatcher = Dispatcher(endpoint.actors, endpoint.start_timeout_s)
+        self.dispatcher = Dispatcher(endpoint.actors, endpoint.start_timeout_s, self._readmit)
+        self.trusted = set(endpoint.lives)
         self._timeout_s = config.sample_timeout_s
         self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="hidden-states")
-        self._arrivals = _Arrivals(self.store)
+        self._arrivals = Arrivals(self.store)
         self._session = uuid.uuid4().hex
         self._asked = 0
 
     async def take(
         self,
         token_ids: np.ndarray,
-        into: tuple[torch.Tensor, torch.Tensor],
+        states_TLD: torch.Tensor,
+        scratch: torch.Tensor,
         *,
         attempt: int = 0,
         actor: int,
-        logprobs: bool = False,
+        logprobs: Logprobs | None = None,
+        layout: Layout | None = None,
     ) -> Extraction:
-        """Have `actor` extract the states of `token_ids` (int [T]) and read them `into` registered memory.
+        """Have `actor` extract the states of `token_ids` (int [T]) and read them into registered memory.
 
-        `into`: states [T, L, D] and trailer uint8 [TRAILER_BYTES]. The object is gone from the store
-        afterwards. Raises SampleError when it cannot be had or must not be trained on, StoreGoneError
-        when none can be had any more.
+        `states_TLD`: bfloat16, filled; `scratch`: uint8 [layout.scratch_bytes(T)], for what else is read. The
+        sample is gone from the store afterwards. Raises SampleError when it cannot be had or must not be
+        trained on, StoreGoneError when none can be had any more. Only the contract check asks for
+        log-probabilities, and so of an engine that has yet to pass it.
         """
         self._asked += 1
         key = f"{self._session}-{self._asked}-{attempt}"  # fresh: a late object of an earlier try harms nobody
-        expected = self._expected(key, token_ids, attempt)
-        capture = {"key": key, "attempt": attempt}
+        layout = layout or self.endpoint.layout
+        expected = self._expected(key, token_ids, attempt, layout)
+        capture = {"key": key, "attempt": attempt, "encoding": layout.encoding}
         try:
             async with asyncio.timeout(self._timeout_s):
-                extraction = await self.dispatcher.call(actor, "extract", token_ids, capture, logprobs)
+                extraction = await self.dispatcher.call(actor, "extract", token_ids, capture, logprobs or "")
                 assert isinstance(extraction, Extraction)
+                if logprobs is None and extraction.life not in self.trusted:
+                    raise self.dispatcher.lost(actor, f"engine {actor} was started again and has not been checked")
                 # The bytes come after the answer, or never, if the engine dies in between.
-                fetching = self._fetch(extraction.reference, expected, into)
+                fetching = self._fetch(extraction.reference, expected, states_TLD, scratch)
                 await self.dispatcher.unless_lost(actor, extraction.life, fetching)
         except TimeoutError as error:
             raise SampleError(f"no states within hidden_states.sample_timeout_s={self._timeout_s}", actor) from error
@@ -111,36 +110,81 @@ class Samples:
         finally:
             # The store may be gone as well; what is left behind there is deleted by its writer in time.
             with contextlib.suppress(HiddenStatesError):
-                self.store.remove(key)
+                self.store.remove([error_name(key), *_names(expected)])
         return extraction
 
-    async def _fetch(
-        self, reference: dict[str, object], expected: Manifest, into: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
-        await self._arrivals.wait(expected.key)  # before anything is refused, so that there is something to delete
-        check_manifest(reference, expected)
-        await self._in_thread(functools.partial(self._read, expected, into))
+    async def check(self, actor: int) -> Agreement:
+        """Have `actor` prove that its states are right, and trust this life of its engine from then on.
 
-    def _expected(self, key: str, token_ids: np.ndarray, attempt: int) -> Manifest:
-        endpoint = self.endpoint
+        Raises ContractError when they are not, SampleError when they cannot be had.
+        """
+        contract, layout = self.endpoint.contract, self.endpoint.layout
+        exact = dataclasses.replace(layout, encoding="bfloat16")
+        lives = set()
+
+        async def get(token_ids: np.ndarray, which: Logprobs, layout: Layout) -> tuple[torch.Tensor, Extraction]:
+            memory, states_TLD, [scratch] = layout.allocate([len(token_ids)])
+            self.store.register(memory)
+            try:
+                said = await self.take(token_ids, states_TLD, scratch, actor=actor, logprobs=which, layout=layout)
+            finally:
+                self.store.unregister(memory)
+            lives.add(said.life)
+            return states_TLD, said
+
+        async def one(token_ids: np.ndarray, which: Logprobs) -> tuple[torch.Tensor, np.ndarray, Extraction]:
+            states_TLD, said = await get(token_ids, which, exact)
+            if layout != exact:
+                contract.judge_encoding(states_TLD, (await get(token_ids, which, layout))[0])
+            return states_TLD[:, -1], token_ids, said
+
+        try:
+            async with asyncio.TaskGroup() as group:  # on a failure the others end before the store is closed
+                tasks = [group.create_task(one(token_ids, which)) for token_ids, which in contract.prompts()]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+        if len(lives) > 1:
+            raise SampleError(f"engine {actor} was started again during its check", actor)
+        agreement = await self._in_thread(functools.partial(contract.judge, [task.result() for task in tasks]))
+        self.trusted |= lives
+        return agreement
+
+    async def _readmit(self, actor: int) -> None:
+        try:
+            await self.check(actor)
+        except SampleError as error:
+            raise ActorLostError(actor, f"engine {actor} came back, but: {error}") from error
+        except HiddenStatesError as error:
+            raise EngineError(f"engine {actor} came back, but: {error}") from error
+
+    async def _fetch(
+        self, reference: dict[str, object], expected: Manifest, states_TLD: torch.Tensor, scratch: torch.Tensor
+    ) -> None:
+        await self._arrivals.wait(expected.key, _names(expected))  # before anything is refused: it is to be deleted
+        expected.check(reference)
+        await self._in_thread(functools.partial(self._read, expected, states_TLD, scratch))
+
+    def _expected(self, key: str, token_ids: np.ndarray, attempt: int, layout: Layout) -> Manifest:
         return Manifest(
             key=key,
-            num_tokens=len(token_ids),
-            layer_ids=endpoint.layer_ids,
-            hidden_size=endpoint.hidden_size,
-            dtype=endpoint.dtype,
+            shape=(len(token_ids), layout.num_layers, layout.hidden_size),
+            encoding=layout.encoding,
+            stripes=layout.stripes,
+            layer_ids=self.endpoint.layer_ids,
             pre_norm=True,
-            target=endpoint.target,
+            target=self.endpoint.target,
             tokens_crc32=tokens_checksum(token_ids),
-            total_bytes=endpoint.object_bytes(len(token_ids)),
             attempt=attempt,
         )
 
-    def _read(self, manifest: Manifest, into: tuple[torch.Tensor, torch.Tensor]) -> None:
-        states_TLD, trailer = into
-        self.store.get_into(manifest.key, (states_TLD, trailer))
-        check_trailer(trailer.numpy().tobytes(), as_bytes(states_TLD), manifest.tokens_crc32, manifest.num_tokens)
-        check_states(states_TLD)
+    def _read(self, manifest: Manifest, states_TLD: torch.Tensor, scratch: torch.Tensor) -> None:
+        """All stripes in one call, each into its place."""
+        layout = Layout.of(manifest)
+        places = layout.places(states_TLD, scratch)
+        self.store.get_into({name: place[1:] for name, place in zip(_names(manifest), places, strict=True)})
+        for span, payload, trailer in places:
+            check_seal(trailer.numpy().tobytes(), payload.numpy(), manifest, span)
+            layout.unpack(payload, states_TLD[span])
 
     async def _in_thread(self, job: Callable[[], R]) -> R:
         """Run `job` in a thread, and wait for it even when cancelled: it writes into memory that others own."""
@@ -157,71 +201,33 @@ class Samples:
         self.store.close()
 
 
-class _Arrivals:
-    """Waits for many objects with one look at the store."""
+def _names(manifest: Manifest) -> list[str]:
+    """The store's names of a sample's stripes."""
+    spans = Layout.of(manifest).spans(manifest.shape[0])
+    return [stripe_name(manifest.key, stripe) for stripe in range(len(spans))]
 
-    def __init__(self, store: HiddenStatesStore) -> None:
-        self._store = store
-        self._waiting: dict[str, asyncio.Future[None]] = {}
-        self._looking: asyncio.Task[None] | None = None
 
-    async def wait(self, key: str) -> None:
-        """Return when the object is there. Raises HiddenStatesError with the producer's error instead."""
-        future = self._waiting[key] = asyncio.get_running_loop().create_future()
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look())
+def check_contract(endpoint: Endpoint, config: HiddenStatesConfig) -> tuple[Endpoint, Agreement]:
+    """Have all engines at once prove their states: an endpoint that trusts them, and the worst agreement.
+
+    Raises ContractError with what was measured, HiddenStatesError when states cannot be had.
+    """
+    samples = Samples(endpoint, config)
+
+    async def check_all() -> list[Agreement]:
         try:
-            await future
-        finally:
-            del self._waiting[key]
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(samples.check(actor)) for actor in range(len(endpoint.actors))]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+        return [task.result() for task in tasks]
 
-    async def _look(self) -> None:
-        while self._waiting:
-            waiting = [(key, future) for key, future in self._waiting.items() if not future.done()]
-            keys = [key for key, _ in waiting]
-            try:
-                there = self._store.exist(keys + [key + ERROR_SUFFIX for key in keys])
-            except HiddenStatesError as error:
-                for _, future in waiting:
-                    future.set_exception(type(error)(str(error)))
-                return
-            for (key, future), stored, failed in zip(waiting, there, there[len(keys) :], strict=False):
-                if failed:
-                    future.set_exception(self._producer_error(key))
-                elif stored:
-                    future.set_result(None)
-            await asyncio.sleep(_POLL_S)
-
-    def _producer_error(self, key: str) -> HiddenStatesError:
-        try:
-            return HiddenStatesError(f"the engine could not store them: {self._store.get_error(key)}")
-        except HiddenStatesError as error:
-            return type(error)(f"the engine could not store them, and why cannot be read: {error}")
-
-
-def check_manifest(reference: dict[str, object], expected: Manifest) -> None:
-    """Raise HiddenStatesError naming every field of a connector's answer that is not as expected."""
-    wanted = dataclasses.asdict(expected)
-    found = {name: tuple(value) if isinstance(value, list) else value for name, value in reference.items()}
-    wrong = [name for name, value in wanted.items() if found.get(name) != value]
-    if wrong:
-        said = "; ".join(f"{name}: expected {wanted[name]!r}, found {found.get(name)!r}" for name in wrong)
-        raise HiddenStatesError(f"manifest differs in {said}")
-
-
-def check_states(states_TLD: torch.Tensor) -> None:
-    """Raise HiddenStatesError unless every state is finite and none is all zeros (an unwritten slot)."""
-    if states_TLD.numel() == 0:
-        return
-    low_TL, high_TL = torch.aminmax(states_TLD, dim=-1)  # NaN wins in both
-    wild_TL = ~(torch.isfinite(low_TL) & torch.isfinite(high_TL))
-    if bool(wild_TL.any()):
-        raise HiddenStatesError(f"states are not finite in {_where(wild_TL)}")
-    zero_TL = (low_TL == 0) & (high_TL == 0)
-    if bool(zero_TL.any()):
-        raise HiddenStatesError(f"states are all zero in {_where(zero_TL)}")
-
-
-def _where(bad_TL: torch.Tensor) -> str:
-    token, layer = bad_TL.nonzero()[0].tolist()
-    return f"{int(bad_TL.any(1).sum())} of {len(bad_TL)} tokens, first at token {token}, layer index {layer}"
+    try:
+        with BackgroundLoop("contract-check") as loop:
+            agreements = loop.run(check_all())
+    except SampleError as error:
+        raise HiddenStatesError(f"contract check: no states from the extractors: {error}") from error
+    finally:
+        samples.close()
+    worst = max(agreements, key=lambda agreement: agreement.ratio / agreement.tolerance)
+    return dataclasses.replace(endpoint, lives=frozenset(samples.trusted)), worst

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,18 @@ from stages.hidden_states.wire import HiddenStatesError
 
 NOT_FOUND = -704
 _NO_ANSWER = (-900, -901)
-ERROR_SUFFIX = ":error"  # of the key under which hs_connectors publishes a producer's error
 _PROBE_TIMEOUT_S = 5.0
 METADATA = "P2PHANDSHAKE"  # clients tell each other where their memory is; no metadata server
+
+
+def stripe_name(key: str, stripe: int) -> str:
+    """The store's name of one stripe of a sample."""
+    return f"{key}.{stripe}"
+
+
+def error_name(key: str) -> str:
+    """The store's name of the marker by which a producer says that it cannot store a sample."""
+    return f"{key}.error"
 
 
 class StoreGoneError(HiddenStatesError):
@@ -34,7 +43,6 @@ class StoreAddress:
     master: str  # host:port
     protocol: str
     device: str
-    local_buffer_bytes: int
 
 
 def local_hostname(master: str) -> str:
@@ -76,8 +84,8 @@ class HiddenStatesStore:
         code = self._store.setup(
             local_hostname(address.master),
             METADATA,
-            0,
-            address.local_buffer_bytes,
+            0,  # lends no memory
+            0,  # and stages nothing: objects go into registered memory
             address.protocol,
             address.device,
             address.master,
@@ -100,39 +108,40 @@ class HiddenStatesStore:
             self._check("exist", key, code)
         return [code == 1 for code in codes]
 
-    def get_into(self, key: str, parts: Sequence[torch.Tensor]) -> None:
-        """Read one object into registered memory, split over `parts`; its size must be their sum.
+    def get_into(self, parts: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Read objects into registered memory in one call, each split over its parts, whose sum is its size.
 
-        Raises HiddenStatesError with Mooncake's code when the object is missing or of another size.
+        Raises HiddenStatesError with Mooncake's code when one is missing or of another size.
         """
         self._check_master()
-        size = sum(part.nbytes for part in parts)
-        pointers, sizes = [part.data_ptr() for part in parts], [part.nbytes for part in parts]
-        [code] = self._store.batch_get_into_multi_buffers([key], [pointers], [sizes])
-        self._check("get", key, code)
-        if code != size:
-            raise HiddenStatesError(f"Mooncake get of {key}: expected {size} bytes, found {code}")
+        pointers = [[part.data_ptr() for part in split] for split in parts.values()]
+        sizes = [[part.nbytes for part in split] for split in parts.values()]
+        codes = self._store.batch_get_into_multi_buffers(list(parts), pointers, sizes)
+        for key, code, wanted in zip(parts, codes, map(sum, sizes), strict=True):
+            self._check("get", key, code)
+            if code != wanted:
+                raise HiddenStatesError(f"Mooncake get of {key}: expected {wanted} bytes, found {code}")
 
     def get_error(self, key: str) -> str:
-        """The producer's message for a key whose error marker exists."""
+        """The producer's message under a key's error marker, which exists."""
         self._check_master()
-        marker = key + ERROR_SUFFIX
+        marker = error_name(key)
         size = self._store.get_size(marker)
         self._check("size", marker, size)
         memory = torch.empty(size, dtype=torch.uint8)
         self.register(memory)
         try:
-            self.get_into(marker, (memory,))
+            self.get_into({marker: [memory]})
         finally:
             self.unregister(memory)
         return memory.numpy().tobytes().decode(errors="replace")
 
-    def remove(self, key: str) -> None:
-        """Delete an object and its error marker at once, read leases or not; missing ones are fine."""
+    def remove(self, keys: Sequence[str]) -> None:
+        """Delete objects at once, read leases or not; missing ones are fine."""
         self._check_master()
-        for name in (key, key + ERROR_SUFFIX):
-            if (code := self._store.remove(name, True)) != NOT_FOUND:
-                self._check("remove", name, code)
+        for key, code in zip(keys, self._store.batch_remove(list(keys), True), strict=True):
+            if code != NOT_FOUND:
+                self._check("remove", key, code)
 
     def close(self) -> None:
         self._check("close", "", self._store.close())

@@ -7,13 +7,16 @@ Legend: T tokens of one sequence (or of a packed batch), L captured layers, D hi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 import torch
+import xxhash
 
 from stages.corpus import TokenSequence
+from stages.hidden_states.config import Encoding
 
 
 class HiddenStatesError(RuntimeError):
@@ -35,18 +38,35 @@ def check_set_aside(set_aside: Sequence[tuple[str, str]], asked: int, max_share:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a consumer must know of one sequence's states before it reads a byte."""
+    """Everything a consumer must know of one sequence's states before it reads a byte.
 
-    key: str  # of the Mooncake object
-    num_tokens: int
-    layer_ids: tuple[int, ...]  # in the order of the tensor's second axis; the last is the final layer
-    hidden_size: int
-    dtype: str  # "bfloat16", host byte order
+    The connector answers with one, the consumer expects one, and they must be equal. Its digest is in
+    every trailer, so that bytes written for another manifest are found out as well. The checksum of the
+    bytes is only there: the manifest leaves the engine before they exist.
+    """
+
+    key: str  # stripe i is the store's object `key.i`
+    shape: tuple[int, int, int]  # T, L, D
+    encoding: Encoding
+    stripes: int  # writers that share the tokens (see `Layout.spans`)
+    layer_ids: tuple[int, ...]  # in the order of L; the last is the final layer
     pre_norm: bool  # the final layer's states are before the target's final norm
-    target: str  # identity of the target artifact
+    target: str  # identity of the target artifact: its files' contents, or the Hub id and revision
     tokens_crc32: int
-    total_bytes: int
     attempt: int
+
+    @property
+    def digest(self) -> int:
+        """XXH3-64 of the fields."""
+        return int(xxhash.xxh3_64_intdigest(json.dumps(asdict(self), sort_keys=True).encode()))
+
+    def check(self, found: Mapping[str, object]) -> None:
+        """Raise HiddenStatesError naming every field of a connector's answer that is not as in this one."""
+        listed = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        wrong = [name for name, value in asdict(self).items() if listed.get(name) != value]
+        if wrong:
+            said = "; ".join(f"{name}: expected {getattr(self, name)!r}, found {listed.get(name)!r}" for name in wrong)
+            raise HiddenStatesError(f"manifest differs in {said}")
 
 
 @dataclass(frozen=True)
@@ -54,7 +74,7 @@ class HiddenBatch:
     """States of several sequences, packed along the token axis in the order of `sequences`."""
 
     sequences: tuple[TokenSequence, ...]
-    states_TLD: torch.Tensor  # layers in the order asked for, on the CPU
+    states_TLD: torch.Tensor  # bfloat16, layers in the order asked for, on the CPU
     wait_s: float  # how long the consumer waited for it
     set_aside: tuple[tuple[str, str], ...] = field(default=())  # (sequence id, reason): asked for, not delivered
 

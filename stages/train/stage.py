@@ -6,16 +6,13 @@ import json
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from stages.artifacts import Workspace
 from stages.corpus import Corpus, TokenSequence
 from stages.draft.artifact import Draft
 from stages.draft.config import DraftConfig, check_draft
 from stages.engine.config import EngineConfig
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.layout import object_bytes
-from stages.hidden_states.pool import extractor_pool, open_reader
+from stages.hidden_states.pool import extractor_pool, open_reader, sample_layout
 from stages.hidden_states.reader import misfit
 from stages.target import Target
 from stages.train.config import TrainConfig
@@ -51,8 +48,9 @@ def run(
     layer_ids = (*draft.aux_layer_ids, target.shape.num_layers)
     _check_sequences((*data.sequences, *validation.sequences), draft, engine, target)
     window_bytes = hidden_states.window_bytes(hidden_states.segment_bytes * engine.num_actors, config.num_workers)
+    layout = sample_layout(target, layer_ids, engine, hidden_states)
     for sequence in (*data.sequences, *validation.sequences):
-        size = object_bytes(len(sequence), len(layer_ids), target.shape.hidden_size, getattr(torch, engine.dtype))
+        size = layout.object_bytes(len(sequence))
         if problem := misfit(sequence, size, window_bytes, hidden_states.segment_bytes):
             raise ValueError(problem)
     if not data.sequences:

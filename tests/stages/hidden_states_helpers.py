@@ -8,6 +8,8 @@ import dataclasses
 import os
 import socket
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -16,24 +18,38 @@ import numpy as np
 import psutil
 import ray
 import torch
+from hs_connectors.mooncake_store import MooncakeStoreConfig
+from safetensors.torch import save_file
 
 from stages.artifacts import Workspace
 from stages.corpus import TokenSequence, tokens_checksum
 from stages.engine.requests import EngineError, Extraction
-from stages.hidden_states.layout import TRAILER_BYTES, as_bytes, trailer
-from stages.hidden_states.store import ERROR_SUFFIX, METADATA, StoreAddress, in_own_memory, local_hostname
-from stages.target import Target, read_folder
+from stages.hidden_states.config import HiddenStatesConfig
+from stages.hidden_states.contract import Contract
+from stages.hidden_states.layout import Layout
+from stages.hidden_states.rows import CachedStates
+from stages.hidden_states.samples import Endpoint, check_contract
+from stages.hidden_states.store import METADATA, StoreAddress, in_own_memory, local_hostname
+from stages.hidden_states.wire import HiddenStatesError, Manifest
+from stages.hidden_states.writer import SealedStore
+from stages.target import Target, load_head, read_folder
 
 LAYER_IDS = (1, 3)
 HIDDEN_SIZE = 8
 SEGMENT_BYTES = 16 << 20  # the least that Mooncake takes
+VOCAB_SIZE = 1000
+STRIPES = 2  # written one after the other here, by ranks of a real engine
 
 
 def states_of(token_ids: np.ndarray) -> torch.Tensor:
     """What a pretended extractor gives for these tokens: bfloat16 [T, L, D]."""
-    tokens = torch.from_numpy(token_ids.astype(np.int64))[:, None, None]
-    layers, width = torch.arange(len(LAYER_IDS))[None, :, None], torch.arange(HIDDEN_SIZE)
-    return ((tokens * 31 + layers * 7 + width) % 97 + 1).to(torch.bfloat16)
+    tokens, positions = torch.from_numpy(token_ids.astype(np.int64)), torch.arange(len(token_ids))
+    rows_T = tokens * 1_000_003 + positions * 7_919
+    columns_LD = torch.arange(len(LAYER_IDS) * HIDDEN_SIZE).view(len(LAYER_IDS), HIDDEN_SIZE) * 1_299_709
+    mixed_TLD = rows_T[:, None, None] + columns_LD
+    for shift, factor in ((15, 2_654_435_761), (13, 2_246_822_519), (16, 3_266_489_917)):
+        mixed_TLD = (mixed_TLD ^ mixed_TLD >> shift) * factor % 2**32
+    return (mixed_TLD / 2**31 - 1).to(torch.bfloat16)
 
 
 def sequence(first: int, length: int = 5) -> TokenSequence:
@@ -44,7 +60,7 @@ def sequence(first: int, length: int = 5) -> TokenSequence:
 
 def address_of(master: str) -> StoreAddress:
     """How readers reach the store of the master at host:port."""
-    return StoreAddress(master, "tcp", "", 0)
+    return StoreAddress(master, "tcp", "")
 
 
 def master_process(master: str, parent: int | None = None) -> psutil.Process:
@@ -104,11 +120,31 @@ class Lender:
         self.store.close()
 
 
+class HarmfulStore(SealedStore):
+    """What our connector writes with, and a way to damage what it has sealed."""
+
+    harm = ""
+
+    def _put(self, key: str, staging: torch.Tensor, size: int) -> None:
+        if self.harm == "flip":
+            staging[9] ^= 1
+        super()._put(key, staging, size - (self.harm == "short"))
+
+
 class PretendExtractor:
     """Plays `faults[first token][attempt]`; everything else is extracted well, after a pretended prefill."""
 
-    def __init__(self, master: str, faults: dict[int, list[str]], slow: tuple[int, ...] = ()) -> None:
-        self.store = Lender(master)
+    def __init__(
+        self, master: str, home: Path, index: int, faults: dict[int, list[str]], slow: tuple[int, ...] = ()
+    ) -> None:
+        self.head = load_head(home)
+        with (home / f"lives-{index}").open("a+") as lives:
+            lives.write("*")
+            self.came_back = lives.tell() > 1
+        self.wrong = self.came_back and (home / "wrong-when-back").exists()
+        config = MooncakeStoreConfig(local_hostname(master), METADATA, master, SEGMENT_BYTES, local_buffer_size=0)
+        self.store = HarmfulStore(config, keep_s=60.0)
+        self.store.setup()
         self.faults = faults
         self.slow = slow
         self.asked: list[int] = []
@@ -127,7 +163,7 @@ class PretendExtractor:
         """First tokens of all requests so far."""
         return self.asked
 
-    async def extract(self, token_ids: np.ndarray, capture: dict[str, Any], logprobs: bool) -> Extraction:
+    async def extract(self, token_ids: np.ndarray, capture: dict[str, Any], logprobs: str) -> Extraction:
         first = int(token_ids[0])
         self.asked.append(first)
         planned = self.faults.get(first, [])
@@ -138,45 +174,104 @@ class PretendExtractor:
             raise ValueError("prompt too long")
         if first in self.slow:
             await asyncio.sleep(0.3)
-        states = states_of(token_ids)
-        reference = {
-            "key": capture["key"],
-            "num_tokens": len(token_ids),
-            "layer_ids": list(LAYER_IDS),
-            "hidden_size": HIDDEN_SIZE,
-            "dtype": "bfloat16",
-            "pre_norm": True,
-            "target": "tiny",
-            "tokens_crc32": tokens_checksum(token_ids),
-            "total_bytes": states.nbytes + TRAILER_BYTES,
-            "attempt": capture["attempt"],
-        }
+        manifest = Manifest(
+            key=capture["key"],
+            shape=(len(token_ids), len(LAYER_IDS), HIDDEN_SIZE),
+            encoding=capture["encoding"],
+            stripes=STRIPES,
+            layer_ids=LAYER_IDS,
+            pre_norm=True,
+            target="tiny",
+            tokens_crc32=tokens_checksum(token_ids),
+            attempt=capture["attempt"],
+        )
+        self.late.append(asyncio.create_task(self._store(manifest, token_ids, fault)))
         if fault.startswith("manifest "):
             field = fault.removeprefix("manifest ")
-            reference |= {field: {"layer_ids": [1, 2], "pre_norm": False, "target": "other", "tokens_crc32": 1}[field]}
+            wrong = {"layer_ids": (1, 2), "pre_norm": False, "target": "other", "tokens_crc32": 1}
+            manifest = replace(manifest, **{field: wrong[field]})
+        reference = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(manifest).items()}
         if fault == "no pre_norm":
             del reference["pre_norm"]
-        self.late.append(asyncio.create_task(self._store(capture["key"], states, token_ids, fault)))
-        return Extraction(reference, str(os.getpid()), ())
+        return Extraction(reference, str(os.getpid()), *(self._logprobs(token_ids) if logprobs else ()))
 
-    async def _store(self, key: str, states: torch.Tensor, token_ids: np.ndarray, fault: str) -> None:
+    def _logprobs(self, token_ids: np.ndarray) -> tuple[tuple[float, ...], int]:
+        """Of all positions and a next token: what an engine with these states and this head would say."""
+        next_token = int(token_ids[0])
+        following = torch.tensor([*token_ids[1:].tolist(), next_token])
+        logits = self.head.logits(states_of(token_ids)[:, -1])
+        return tuple(torch.log_softmax(logits, -1).gather(-1, following[:, None])[:, 0].tolist()), next_token
+
+    async def _store(self, manifest: Manifest, token_ids: np.ndarray, fault: str) -> None:
         await asyncio.sleep(0.01)
         if fault == "lose":
             return
         if fault == "die late":
             os._exit(1)
-        if fault == "error":
-            self.store.put(key + ERROR_SUFFIX, b'{"error": "Non-finite producer tensor"}')
-            return
+        states = states_of(token_ids)
+        if self.wrong:
+            states = states.roll(1, 0)
         if fault == "zero":
             states[2, 1] = 0
         if fault == "nan":
             states[1, 0, 3] = float("nan")
-        crc = tokens_checksum(token_ids) ^ (fault == "swap")
-        sealed = bytearray(as_bytes(states).tobytes() + trailer(as_bytes(states), crc, len(token_ids)))
-        if fault == "flip":
-            sealed[9] ^= 1
-        self.store.put(key, bytes(sealed[:-1] if fault == "short" else sealed))
+        if fault == "double":
+            states[4] = states[1]
+        if fault == "swap":
+            manifest = replace(manifest, tokens_crc32=1)
+        if fault == "other layers":
+            manifest = replace(manifest, layer_ids=(1, 2))
+        self.store.harm = fault
+        try:
+            for stripe in range(STRIPES - (fault == "lose a stripe")):
+                self.store.put_stripe(manifest, stripe, token_ids, in_one_block(states))
+        except HiddenStatesError as error:
+            self.store.put_failure(manifest.key, str(error))
+
+
+def write_head(home: Path) -> None:
+    """The ends of a target for states of HIDDEN_SIZE, as a Hugging Face folder."""
+    random = torch.Generator().manual_seed(0)
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(1, HIDDEN_SIZE),
+        "model.norm.weight": torch.rand(HIDDEN_SIZE, generator=random) + 0.5,
+        "lm_head.weight": torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=random),
+    }
+    save_file(tensors, home / "model.safetensors")
+    (home / "config.json").write_text("{}")
+
+
+@contextlib.contextmanager
+def extractors(
+    master: str, home: Path, count: int, faults: dict[int, list[str]] | None = None, slow: tuple[int, ...] = ()
+) -> Iterator[Endpoint]:
+    """Actors that stand for `count` engines, and have passed the contract check."""
+    write_head(home)
+    make = ray.remote(PretendExtractor).options(num_cpus=0, max_restarts=-1, max_concurrency=64)
+    actors = tuple(make.remote(master, home, index, faults or {}, slow) for index in range(count))
+    ray.get([actor.ready.remote() for actor in actors])
+    endpoint = Endpoint(
+        actors=actors,
+        store=address_of(master),
+        target="tiny",
+        layer_ids=LAYER_IDS,
+        layout=Layout(len(LAYER_IDS), HIDDEN_SIZE, "bfloat16", STRIPES),
+        store_bytes=count * SEGMENT_BYTES,
+        segment_bytes=SEGMENT_BYTES,
+        max_running=8 * count,
+        start_timeout_s=60.0,
+        contract=Contract(home, "bfloat16", VOCAB_SIZE, longest=256, step_tokens=128),
+    )
+    try:
+        yield check_contract(endpoint, HiddenStatesConfig())[0]
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+def in_one_block(states_TLD: torch.Tensor) -> CachedStates:
+    """The cache of an engine that runs one sequence."""
+    return CachedStates(states_TLD.transpose(0, 1)[None], torch.arange(len(states_TLD)))
 
 
 def build_tiny_qwen3(folder: Path) -> None:

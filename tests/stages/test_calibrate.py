@@ -351,7 +351,7 @@ def test_stage_with_real_states(world: tuple[Target, Corpus, Draft, list[TokenSe
     """States from vLLM through the store give the confidences that states from transformers give."""
     target, corpus, draft, sequences = world
     engine = EngineConfig(max_model_len=128, max_num_batched_tokens=128, kv_cache_gib=0.1, cpus_per_actor=1)
-    store = HiddenStatesConfig(segment_gib=0.0625, local_buffer_gib=0.0625)
+    store = HiddenStatesConfig(segment_gib=0.0625)
     config = replace(CONFIG, min_records=20)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:

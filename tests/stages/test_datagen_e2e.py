@@ -27,7 +27,7 @@ from stages.target import Target, read_folder
 from tests.stages.datagen_helpers import END_OF_TURN, save_tokenizer, write_prompts
 
 ENGINE = EngineConfig(dtype="float32", max_model_len=512, max_num_batched_tokens=512, max_num_seqs=8, kv_cache_gib=0.1)
-STORE = HiddenStatesConfig(segment_gib=0.0625, local_buffer_gib=0.0625)
+STORE = HiddenStatesConfig(segment_gib=0.0625)
 LAYER_IDS = (1, 2)
 
 

@@ -1,12 +1,13 @@
-"""Hidden states: bytes and checks, the contract, the master and the store."""
+"""Hidden states: bytes and checks, the master and the store."""
 
 import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from urllib.request import urlopen
 
 import numpy as np
@@ -22,14 +23,12 @@ from hidden_states_helpers import (
     wait_until_dead,
 )
 
-from stages.hidden_states.contract import Agreement, compare, contract_sequences
-from stages.hidden_states.layout import as_bytes, check_trailer, trailer
+from stages.hidden_states.arrivals import Arrivals
+from stages.hidden_states.layout import TRAILER_BYTES, Layout, as_bytes, check_seal, seal
 from stages.hidden_states.master import mooncake_master
 from stages.hidden_states.reader import ByteBudget
-from stages.hidden_states.samples import _Arrivals, check_states
 from stages.hidden_states.store import HiddenStatesStore, StoreAddress, StoreGoneError
-from stages.hidden_states.wire import HiddenStatesError
-from stages.target import TargetHead
+from stages.hidden_states.wire import HiddenStatesError, Manifest
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,35 +36,64 @@ ROOT = Path(__file__).parents[2]
 # Bytes and checks
 
 
-def test_trailer_vouches_for_bytes_and_tokens() -> None:
-    states = as_bytes(torch.randn(4, 2, 8, dtype=torch.bfloat16))
-    seal = trailer(states, 7, 4)
-    check_trailer(seal, states, 7, 4)
-    damaged = states.copy()
-    damaged[11] ^= 1
-    with pytest.raises(HiddenStatesError, match="damaged bytes"):
-        check_trailer(seal, damaged, 7, 4)
-    with pytest.raises(HiddenStatesError, match="states of other tokens"):
-        check_trailer(seal, states, 8, 4)
+MANIFEST = Manifest("k", (9, 2, 8), "bfloat16", 2, (1, 3), True, "tiny", 7, 0)
+
+
+def test_trailer_vouches_for_bytes_tokens_and_manifest() -> None:
+    states, span = as_bytes(torch.randn(5, 2, 8, dtype=torch.bfloat16)), slice(0, 5)
+    trailer = seal(states, MANIFEST, span)
+    check_seal(trailer, states, MANIFEST, span)
+    for damaged_byte in (11, len(states) + 20, len(states) + 60):
+        whole = bytearray(states.tobytes() + trailer)
+        whole[damaged_byte] ^= 1
+        with pytest.raises(HiddenStatesError, match="damaged bytes"):
+            check_seal(bytes(whole[len(states) :]), np.frombuffer(whole[: len(states)], np.uint8), MANIFEST, span)
+    with pytest.raises(HiddenStatesError, match=r"states of other tokens: expected 0\.\.5 of 9 .*, found 0\.\.5 of 9"):
+        check_seal(trailer, states, replace(MANIFEST, tokens_crc32=8), span)
+    with pytest.raises(HiddenStatesError, match=r"expected 4\.\.9 of 9 .*, found 0\.\.5 of 9"):
+        check_seal(trailer, states, MANIFEST, slice(4, 9))
     with pytest.raises(HiddenStatesError, match="not written whole"):
-        check_trailer(bytes(len(seal)), states, 7, 4)
+        check_seal(bytes(len(trailer)), states, MANIFEST, span)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_states_must_be_finite(bad: float, dtype: torch.dtype) -> None:
-    states = torch.randn(5, 2, 8, dtype=dtype)
-    check_states(states)
-    states[3, 1, 2] = bad
-    with pytest.raises(HiddenStatesError, match="not finite in 1 of 5 tokens, first at token 3, layer index 1"):
-        check_states(states)
+@pytest.mark.parametrize(
+    "change",
+    [{"key": "j"}, {"attempt": 1}, {"layer_ids": (3, 1)}, {"target": "other"}, {"pre_norm": False}, {"stripes": 3}],
+)
+def test_bytes_of_another_manifest_are_refused(change: dict[str, Any]) -> None:
+    states, span = as_bytes(torch.randn(5, 2, 8, dtype=torch.bfloat16)), slice(0, 5)
+    with pytest.raises(HiddenStatesError, match="another manifest"):
+        check_seal(seal(states, replace(MANIFEST, **change), span), states, MANIFEST, span)
+    [name] = change
+    said = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(MANIFEST).items()}
+    MANIFEST.check(said)
+    with pytest.raises(HiddenStatesError, match=f"manifest differs in {name}: expected"):
+        MANIFEST.check(said | change)
+    del said[name]
+    with pytest.raises(HiddenStatesError, match=f"{name}: expected .*, found None"):
+        MANIFEST.check(said)
 
 
-def test_an_unwritten_slot_is_found() -> None:
-    states = torch.randn(5, 2, 8)
-    states[2, 0] = 0
-    with pytest.raises(HiddenStatesError, match="all zero in 1 of 5 tokens, first at token 2, layer index 0"):
-        check_states(states)
+@pytest.mark.parametrize("stripes", [1, 2, 8])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 7, 8, 9, 64])
+def test_stripes_share_all_tokens(num_tokens: int, stripes: int) -> None:
+    layout = Layout(2, 8, "bfloat16", stripes)
+    spans = layout.spans(num_tokens)
+    assert [token for span in spans for token in range(num_tokens)[span]] == list(range(num_tokens))
+    lengths = [span.stop - span.start for span in spans]
+    assert len(lengths) <= stripes
+    assert min(lengths, default=1) > 0
+    assert max(lengths, default=0) <= -(-num_tokens // stripes)
+    stored = sum(layout.payload_bytes(length) + TRAILER_BYTES for length in lengths)
+    assert stored <= layout.object_bytes(num_tokens) < stored + stripes * layout.payload_bytes(1) + 1
+
+
+def test_memory_for_a_batch_is_one_piece() -> None:
+    memory, states, scratch = Layout(2, 8, "bfloat16", 2).allocate([3, 0, 1])
+    assert states.shape == (4, 2, 8)
+    assert [len(one) for one in scratch] == [2 * TRAILER_BYTES, 0, TRAILER_BYTES]
+    assert states.nbytes + sum(map(len, scratch)) == memory.nbytes
+    assert states.data_ptr() == memory.data_ptr()
 
 
 def test_budget_is_never_exceeded_and_serves_in_order() -> None:
@@ -94,88 +122,6 @@ def test_budget_is_never_exceeded_and_serves_in_order() -> None:
     assert peak == 10
 
 
-# The contract, against a head and states made up here
-
-
-def engine_of(dtype: torch.dtype) -> tuple[TargetHead, list[torch.Tensor], list[np.ndarray], list[list[float]]]:
-    """A head, and what an engine that computes in `dtype` would capture and say for two sequences."""
-    generator = torch.Generator().manual_seed(0)
-    head = TargetHead(
-        embed_VD=torch.zeros(1),
-        norm_D=torch.rand(64, generator=generator).to(dtype) + 0.5,
-        lm_head_VD=(torch.randn(512, 64, generator=generator) * 0.5).to(dtype),
-        norm_eps=1e-6,
-    )
-    states, tokens, said = [], [], []
-    for length in (40, 40):
-        h = (torch.randn(length, 64, generator=generator) * 3).to(dtype)
-        ids = torch.randint(0, 512, (length,), generator=generator)
-        wide = h.float()
-        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype) * head.norm_D
-        logits = (normed.float() @ head.lm_head_VD.float().T).to(dtype).float()
-        states.append(h)
-        tokens.append(ids.numpy().astype(np.int32))
-        said.append(torch.log_softmax(logits, -1)[:-1].gather(-1, ids[1:, None])[:, 0].tolist())
-    return head, states, tokens, said
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_honest_states_keep_the_contract(dtype: torch.dtype) -> None:
-    head, states, tokens, said = engine_of(dtype)
-    for h, ids, logprobs in zip(states, tokens, said, strict=True):
-        agreement = compare(h, ids, logprobs, head)
-        assert agreement.holds
-        assert agreement.mean_tolerance < (0.1 if dtype == torch.bfloat16 else 0.01)  # or it would hold anything
-
-
-def normed(h: torch.Tensor) -> torch.Tensor:
-    return (h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True))).to(h.dtype)
-
-
-CORRUPTIONS: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
-    "a layer early": lambda states: states[0] - 0.3 * states[1],
-    "another request's": lambda states: states[1],
-    "shifted by one row": lambda states: states[0].roll(1, 0),
-    "a small additive error": lambda states: states[0] + 0.05 * states[1],
-    "one wrong row": lambda states: torch.cat([states[0][:20], states[1][20:21], states[0][21:]]),
-    "zeros": lambda states: torch.zeros_like(states[0]),
-    "NaN": lambda states: states[0] * float("nan"),
-}
-
-
-@pytest.mark.parametrize("name", CORRUPTIONS)
-def test_wrong_states_break_the_contract(name: str) -> None:
-    head, states, tokens, said = engine_of(torch.bfloat16)
-    assert not compare(CORRUPTIONS[name](states), tokens[0], said[0], head).holds
-
-
-def test_a_missing_or_doubled_final_norm_breaks_the_contract() -> None:
-    head, states, tokens, said = engine_of(torch.bfloat16)
-    post_norm = normed(states[0]) * head.norm_D  # captured after the norm, and normed again by the reader
-    assert not compare(post_norm, tokens[0], said[0], head).holds
-
-    class NoNorm(TargetHead):
-        def logits(self, states_TD: torch.Tensor) -> torch.Tensor:
-            return states_TD.float() @ self.lm_head_VD.float().T
-
-    without = NoNorm(head.embed_VD, head.norm_D, head.lm_head_VD, head.norm_eps)
-    assert not compare(states[0], tokens[0], said[0], without).holds
-
-
-def test_contract_sequences_cover_the_traps() -> None:
-    sequences = contract_sequences(vocab_size=1000, max_model_len=512, max_num_batched_tokens=128)
-    assert any(np.array_equal(a, b) for i, a in enumerate(sequences) for b in sequences[:i])  # a repeated request
-    assert np.array_equal(sequences[4][:20], sequences[1][:20])  # a shared prefix
-    assert max(map(len, sequences)) > 128  # two prefill chunks
-    assert all(ids.min() >= 0 and ids.max() < 1000 for ids in sequences)
-    assert max(map(len, contract_sequences(1000, 512, 512))) <= 512
-    assert max(map(len, contract_sequences(50, 20, 20))) == 20
-
-
-def test_nan_never_agrees() -> None:
-    assert not Agreement(float("nan"), 0.0, 1.0, 1.0).holds
-
-
 # The master and the store
 
 
@@ -190,17 +136,17 @@ def test_store_checks_every_code(master: str) -> None:
     assert store.put("a", bytes(range(100))) == 0
     memory = torch.zeros(128, dtype=torch.uint8)
     reader.register(memory)
-    reader.get_into("a", (memory[:60], memory[80:120]))
+    reader.get_into({"a": [memory[:60], memory[80:120]]})
     assert memory[:60].tolist() == list(range(60))
     assert memory[80:120].tolist() == list(range(60, 100))
     with pytest.raises(HiddenStatesError, match="get a: expected success, found code"):
-        reader.get_into("a", (memory[:50],))
+        reader.get_into({"a": [memory[:50]]})
     assert reader.exist(["a", "b"]) == [True, False]
-    reader.remove("a")
-    reader.remove("a")  # already gone
+    reader.remove(["a", "b"])  # the other was never there
+    reader.remove(["a"])  # already gone
     assert reader.exist(["a"]) == [False]
     with pytest.raises(HiddenStatesError, match="-704"):
-        reader.get_into("a", (memory[:100],))
+        reader.get_into({"a": [memory[:100]]})
     assert store.put("big", bytes(2 * SEGMENT_BYTES)) == -200  # larger than all memory lent
     reader.unregister(memory)
     reader.close()
@@ -221,7 +167,7 @@ def test_a_full_store_refuses_instead_of_evicting(master: str) -> None:
 def test_nobody_at_the_master_address_is_said_at_once() -> None:
     started = time.monotonic()
     with pytest.raises(StoreGoneError, match=r"hidden_states\.master_address=127\.0\.0\.1:1"):
-        HiddenStatesStore(StoreAddress("127.0.0.1:1", "tcp", "", 0))
+        HiddenStatesStore(StoreAddress("127.0.0.1:1", "tcp", ""))
     assert time.monotonic() - started < 10
 
 
@@ -230,7 +176,7 @@ def test_a_master_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
         with mooncake_master("127.0.0.1", tmp_path / "master.log") as running:
             store = HiddenStatesStore(address_of(running))
             kill_master(running)
-            for call in (lambda: store.exist(["a"]), lambda: store.remove("a"), lambda: store.get_error("a")):
+            for call in (lambda: store.exist(["a"]), lambda: store.remove(["a"]), lambda: store.get_error("a")):
                 with pytest.raises(StoreGoneError, match=r"Mooncake exist a: .* code -900.*expected a Mooncake master"):
                     call()  # the later ones without waiting for the master again
             if fail:
@@ -245,15 +191,17 @@ def test_a_master_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
 def test_an_unreadable_error_marker_fails_its_own_sample_only() -> None:
     class Store:
         def exist(self, keys: list[str]) -> list[bool]:
-            return [key in ("bad:error", "good") for key in keys]
+            return [key in ("bad.error", "bad.0", "good.0", "good.1") for key in keys]
 
         def get_error(self, key: str) -> str:
             raise HiddenStatesError("code -704")
 
     async def wait() -> list[object]:
-        arrivals = _Arrivals(cast("HiddenStatesStore", Store()))
+        arrivals = Arrivals(cast("HiddenStatesStore", Store()))
         async with asyncio.timeout(5):
-            return await asyncio.gather(arrivals.wait("bad"), arrivals.wait("good"), return_exceptions=True)
+            return await asyncio.gather(
+                arrivals.wait("bad", ["bad.0"]), arrivals.wait("good", ["good.0", "good.1"]), return_exceptions=True
+            )
 
     bad, good = asyncio.run(wait())
     assert "why cannot be read: code -704" in str(bad)

@@ -11,11 +11,7 @@ import pytest
 import ray
 import torch
 from hidden_states_helpers import (
-    HIDDEN_SIZE,
-    LAYER_IDS,
-    SEGMENT_BYTES,
-    PretendExtractor,
-    address_of,
+    extractors,
     kill_master,
     sequence,
     states_of,
@@ -24,10 +20,11 @@ from hidden_states_helpers import (
 
 from stages.corpus import TokenSequence
 from stages.hidden_states.config import HiddenStatesConfig
+from stages.hidden_states.layout import TRAILER_BYTES
 from stages.hidden_states.master import mooncake_master
 from stages.hidden_states.pool import open_reader
 from stages.hidden_states.reader import StreamingReader
-from stages.hidden_states.samples import Endpoint
+from stages.hidden_states.samples import Endpoint, check_contract
 from stages.hidden_states.store import StoreGoneError
 from stages.hidden_states.wire import HiddenBatch, HiddenStatesError
 
@@ -51,11 +48,13 @@ def cluster() -> Iterator[None]:
 
 HARM = {
     "lose": "no states within hidden_states.sample_timeout_s=1.0",
-    "error": "Non-finite producer tensor",
-    "zero": "all zero in 1 of 5 tokens, first at token 2",
-    "nan": "not finite in 1 of 5 tokens, first at token 1",
+    "zero": "the engine could not store them: states are all zero in 1 of 3 tokens, first at token 2",
+    "nan": "not finite in 1 of 3 tokens, first at token 1",
+    "double": "states of tokens 1 and 4 are equal in all layers",
     "swap": "states of other tokens",
     "flip": "damaged bytes",
+    "lose a stripe": "no states within",
+    "other layers": "written for another manifest",
     "short": "found code -800",
     "refuse": "prompt too long",
     "no pre_norm": "manifest differs in pre_norm: expected True, found None",
@@ -68,36 +67,13 @@ ONCE = {1000 + 100 * i: harm for i, harm in enumerate(HARM)}
 ALWAYS = {5000 + 100 * i: harm for i, harm in enumerate(HARM)}
 DIES, DIES_LATE = 9000, 9100
 FAULTS = {first: [harm] for first, harm in ONCE.items()} | {first: [harm] * 3 for first, harm in ALWAYS.items()}
+DEATHS = {DIES: ["die"], DIES_LATE: ["die late"]}
 SLOW = (0, 11, 32)
 
 
-@contextmanager
-def extractors(master: str, count: int) -> Iterator[Endpoint]:
-    make = ray.remote(PretendExtractor).options(num_cpus=0, max_restarts=-1, max_concurrency=64)
-    faults = FAULTS | {DIES: ["die"], DIES_LATE: ["die late"]}
-    actors = tuple(make.remote(master, faults, SLOW) for _ in range(count))
-    ray.get([actor.ready.remote() for actor in actors])
-    try:
-        yield Endpoint(
-            actors=actors,
-            store=address_of(master),
-            target="tiny",
-            layer_ids=LAYER_IDS,
-            hidden_size=HIDDEN_SIZE,
-            dtype="bfloat16",
-            store_bytes=count * SEGMENT_BYTES,
-            segment_bytes=SEGMENT_BYTES,
-            max_running=8 * count,
-            start_timeout_s=60.0,
-        )
-    finally:
-        for actor in actors:
-            ray.kill(actor)
-
-
 @pytest.fixture(scope="module")
-def endpoint(cluster: None, master: str) -> Iterator[Endpoint]:
-    with extractors(master, count=2) as found:
+def endpoint(cluster: None, master: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    with extractors(master, tmp_path_factory.mktemp("extractors"), 2, FAULTS, SLOW) as found:
         yield found
 
 
@@ -163,7 +139,7 @@ def test_what_never_gets_well_is_set_aside_by_name(endpoint: Endpoint, master: s
 
 
 def test_too_many_set_aside_stop_the_read(endpoint: Endpoint) -> None:
-    bad = [sequence(first) for first, harm in ALWAYS.items() if harm in ("error", "flip")]
+    bad = [sequence(first) for first, harm in ALWAYS.items() if harm in ("nan", "flip")]
     with reading(endpoint, replace(CONFIG, max_set_aside_share=0.1)) as reader:
         with pytest.raises(HiddenStatesError, match=r"2 of 4 sequences.*max_set_aside_share=0\.1.*damaged"):
             list(reader.read([[sequence(1), sequence(2), *bad]]))
@@ -171,10 +147,25 @@ def test_too_many_set_aside_stop_the_read(endpoint: Endpoint) -> None:
         check_batch(batch)
 
 
+def test_fp8_travels_in_half_the_bytes(endpoint: Endpoint, master: str) -> None:
+    layout = replace(endpoint.layout, encoding="fp8")
+    half, whole = layout.object_bytes(64), endpoint.layout.object_bytes(64)
+    assert half - 2 * TRAILER_BYTES == (whole - 2 * TRAILER_BYTES) * (8 + 4) / 16  # a scale for 8 values here
+    encoded, before = replace(endpoint, layout=layout), stored_bytes(master)
+    checked, _ = check_contract(replace(encoded, lives=frozenset()), CONFIG)
+    assert checked.lives == endpoint.lives
+    with reading(encoded) as reader:
+        for batch in reader.read([[sequence(10 * b + i, 3 + i) for i in range(4)] for b in range(3)]):
+            wanted = torch.cat([states_of(s.input_ids) for s in batch.sequences]).double()
+            error = (batch.states_TLD.double() - wanted).norm() / wanted.norm()
+            assert 0 < error < 0.04
+    assert stored_bytes(master) == before
+
+
 def test_unread_samples_stay_within_the_budget(endpoint: Endpoint, master: str) -> None:
     size = 64  # tokens
-    assert endpoint.object_bytes(size) == 64 * 2 * 8 * 2 + 64
-    window = 3 * endpoint.object_bytes(size)
+    assert endpoint.layout.object_bytes(size) == 64 * 2 * 8 * 2 + 2 * 64
+    window = 3 * endpoint.layout.object_bytes(size)
     before, seen, done = stored_bytes(master), [0], threading.Event()
 
     def sample() -> None:
@@ -228,10 +219,10 @@ def test_an_endpoint_travels_to_another_process(endpoint: Endpoint) -> None:
     assert all(torch.equal(a, states_of(sequence(i).input_ids).float()) for i, a in enumerate(found, start=1))
 
 
-def test_dead_extractors_come_back_or_end_the_read(cluster: None, master: str) -> None:
+def test_dead_extractors_come_back_or_end_the_read(cluster: None, master: str, tmp_path: Path) -> None:
     # A time-out longer than the test: a death, also one after the answer, is noticed as such.
     config = replace(CONFIG, sample_timeout_s=900.0)
-    with extractors(master, count=1) as endpoint, reading(endpoint, config) as reader:
+    with extractors(master, tmp_path, 1, DEATHS) as endpoint, reading(endpoint, config) as reader:
         read = list(reader.read([[sequence(1)], [sequence(DIES), sequence(3)], [sequence(DIES_LATE)]]))
         assert [len(batch.sequences) for batch in read] == [1, 2, 1]
         for batch in read:
@@ -243,6 +234,23 @@ def test_dead_extractors_come_back_or_end_the_read(cluster: None, master: str) -
             list(batches)
 
 
+def test_an_extractor_that_comes_back_wrong_gives_no_sample(cluster: None, master: str, tmp_path: Path) -> None:
+    (tmp_path / "wrong-when-back").touch()
+    with extractors(master, tmp_path, 2, DEATHS) as endpoint, reading(endpoint) as reader:
+        read = list(reader.read([[sequence(DIES)], *([sequence(8 * b + i) for i in range(8)] for b in range(40))]))
+        assert [len(batch.sequences) for batch in read] == [1, *[8] * 40]
+        for batch in read:
+            check_batch(batch)
+        while "**" not in (lives := [(tmp_path / f"lives-{index}").read_text() for index in (0, 1)]):
+            time.sleep(0.05)
+        survivor = lives.index("*")
+        ray.kill(endpoint.actors[survivor])
+        with pytest.raises(HiddenStatesError, match="all 2 engines are dead"):
+            list(reader.read([[sequence(i)] for i in range(50)]))
+        why = reader._samples.dispatcher._dead[1 - survivor]
+        assert "came back, but: captured states do not reproduce the engine's log-probabilities" in why
+
+
 def test_a_dead_master_ends_the_read_at_once_and_is_named(cluster: None, tmp_path: Path) -> None:
     killed: list[float] = []
     set_aside: list[object] = []
@@ -250,7 +258,7 @@ def test_a_dead_master_ends_the_read_at_once_and_is_named(cluster: None, tmp_pat
     def read() -> None:
         with (
             mooncake_master("127.0.0.1", tmp_path / "master.log") as master,
-            extractors(master, count=1) as endpoint,
+            extractors(master, tmp_path, 1) as endpoint,
             reading(endpoint, replace(CONFIG, sample_timeout_s=900.0)) as reader,
         ):
             batches = reader.read([[sequence(100 * i)] for i in range(1, 9)] * 20)

@@ -1,0 +1,54 @@
+"""Waiting for objects that appear in the store after the engine has answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from stages.hidden_states.store import HiddenStatesStore, error_name
+from stages.hidden_states.wire import HiddenStatesError
+
+_POLL_S = 0.005  # between looks at the store; a prefill takes longer, and one look asks for all names at once
+
+
+class Arrivals:
+    """Waits for many samples with one look at the store."""
+
+    def __init__(self, store: HiddenStatesStore) -> None:
+        self._store = store
+        self._waiting: dict[str, tuple[Sequence[str], asyncio.Future[None]]] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    async def wait(self, key: str, names: Sequence[str]) -> None:
+        """Return when all objects of sample `key` are there. Raises HiddenStatesError with the producer's error."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[key] = (names, future)
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        try:
+            await future
+        finally:
+            del self._waiting[key]
+
+    async def _look(self) -> None:
+        while self._waiting:
+            waiting = {key: held for key, held in self._waiting.items() if not held[1].done()}
+            asked = [name for key, (names, _) in waiting.items() for name in (error_name(key), *names)]
+            try:
+                there = dict(zip(asked, self._store.exist(asked), strict=True))
+            except HiddenStatesError as error:
+                for _, future in waiting.values():
+                    future.set_exception(type(error)(str(error)))
+                return
+            for key, (names, future) in waiting.items():
+                if there[error_name(key)]:
+                    future.set_exception(self._producer_error(key))
+                elif all(there[name] for name in names):
+                    future.set_result(None)
+            await asyncio.sleep(_POLL_S)
+
+    def _producer_error(self, key: str) -> HiddenStatesError:
+        try:
+            return HiddenStatesError(f"the engine could not store them: {self._store.get_error(key)}")
+        except HiddenStatesError as error:
+            return type(error)(f"the engine could not store them, and why cannot be read: {error}")

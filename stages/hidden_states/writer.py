@@ -1,0 +1,83 @@
+"""The producer's side of the store: checked states and their trailer become an object.
+
+Runs in vLLM's workers (`connector.py`), and needs nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+import numpy as np
+import torch
+from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
+
+from stages.hidden_states.fp8 import encode
+from stages.hidden_states.layout import TRAILER_BYTES, Layout, as_bytes, seal
+from stages.hidden_states.rows import CachedStates, check_distinct, check_peaks, peak_bits
+from stages.hidden_states.store import error_name, in_own_memory, stripe_name
+from stages.hidden_states.wire import Manifest
+
+_LONGEST_ERROR = 2048  # characters
+
+
+class SealedStore(MooncakeHiddenStatesStore):
+    """Writes states and their trailers, and deletes what nobody came for."""
+
+    def __init__(self, config: MooncakeStoreConfig, keep_s: float) -> None:
+        super().__init__(config)
+        self._keep_s = keep_s
+        self._written: deque[tuple[float, str]] = deque()  # (when, name), oldest first
+        self._lock = threading.Lock()
+
+    def put_stripe(self, manifest: Manifest, stripe: int, token_ids: np.ndarray, states: CachedStates) -> None:
+        """Check, encode, copy to the host, seal, put: the tokens of one stripe of a sample, if it has so many.
+
+        `token_ids`: int [T], and `states`: of the whole sample. Raises HiddenStatesError for rows that cannot
+        be right, RuntimeError with Mooncake's code.
+        """
+        self._sweep()
+        spans = Layout.of(manifest).spans(len(token_ids))
+        if stripe >= len(spans):
+            return
+        span = spans[stripe]
+        rows_RLD = states.rows(span)
+        peaks_RL = peak_bits(rows_RLD)
+        check_peaks(peaks_RL, span.start)
+        check_distinct(token_ids, states)
+        parts = encode(rows_RLD, peaks_RL) if manifest.encoding == "fp8" else (rows_RLD,)
+        staging = self._staging_buffer("put", sum(part.nbytes for part in parts) + TRAILER_BYTES)
+        size = 0
+        for part in parts:
+            staging[size : size + part.nbytes].copy_(part.view(torch.uint8).view(-1))
+            size += part.nbytes
+        trailer = seal(as_bytes(staging[:size]), manifest, span)
+        as_bytes(staging)[size : size + TRAILER_BYTES] = np.frombuffer(trailer, dtype=np.uint8)
+        self._put(stripe_name(manifest.key, stripe), staging, size + TRAILER_BYTES)
+
+    def put_failure(self, key: str, why: str) -> None:
+        """Tell the consumer of a sample that it cannot be stored."""
+        marker = np.frombuffer(why[:_LONGEST_ERROR].encode(), dtype=np.uint8)
+        staging = self._staging_buffer("put", len(marker))
+        as_bytes(staging)[: len(marker)] = marker
+        self._put(error_name(key), staging, len(marker))
+
+    def _put(self, name: str, staging: torch.Tensor, size: int) -> None:
+        """Store the first `size` bytes of `staging`."""
+        store = self._require_store()
+        code = store.put_from(name, staging.data_ptr(), size, in_own_memory(store))
+        if code != 0:
+            raise RuntimeError(f"Mooncake put of {size} bytes: expected success, found code {code} (-200: full)")
+        with self._lock:
+            self._written.append((time.monotonic(), name))
+
+    def _sweep(self) -> None:
+        """Delete objects older than any reader waits; a reader that died leaves them behind."""
+        limit = time.monotonic() - self._keep_s
+        while True:
+            with self._lock:
+                if not self._written or self._written[0][0] > limit:
+                    return
+                _, name = self._written.popleft()
+            self._require_store().remove(name, True)  # mostly gone already
