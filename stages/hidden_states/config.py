@@ -12,6 +12,8 @@ from stages.artifacts import resource
 class HiddenStatesConfig:
     """The Mooncake store between extractors and trainers, and the bounds on what is in flight."""
 
+    # disk: extracted once into `out`/states, then read from there by every epoch and run, without an engine
+    transport: Literal["mooncake", "disk"] = resource("mooncake")
     protocol: Literal["tcp", "rdma"] = resource("tcp")
     device: str = resource("")  # RDMA devices, comma separated; empty: Mooncake chooses
     master_address: str = resource("")  # host:port of a running master; empty: the stage runs its own

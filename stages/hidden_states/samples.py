@@ -84,12 +84,13 @@ class Samples:
         attempt: int = 0,
         actor: int,
         logprobs: bool = False,
+        arrived: Callable[[], None] = lambda: None,
     ) -> Extraction:
         """Have `actor` extract the states of `token_ids` (int [T]) and read them `into` registered memory.
 
-        `into`: states [T, L, D] and trailer uint8 [TRAILER_BYTES]. The object is gone from the store
-        afterwards. Raises SampleError when it cannot be had or must not be trained on, StoreGoneError
-        when none can be had any more.
+        `into`: states [T, L, D] and trailer uint8 [TRAILER_BYTES]. `arrived` is called when the object is in
+        the store, from which it is gone afterwards. Raises SampleError when it cannot be had or must not be
+        trained on, StoreGoneError when none can be had any more.
         """
         self._asked += 1
         key = f"{self._session}-{self._asked}-{attempt}"  # fresh: a late object of an earlier try harms nobody
@@ -100,7 +101,7 @@ class Samples:
                 extraction = await self.dispatcher.call(actor, "extract", token_ids, capture, logprobs)
                 assert isinstance(extraction, Extraction)
                 # The bytes come after the answer, or never, if the engine dies in between.
-                fetching = self._fetch(extraction.reference, expected, into)
+                fetching = self._fetch(extraction.reference, expected, into, arrived)
                 await self.dispatcher.unless_lost(actor, extraction.life, fetching)
         except TimeoutError as error:
             raise SampleError(f"no states within hidden_states.sample_timeout_s={self._timeout_s}", actor) from error
@@ -115,9 +116,14 @@ class Samples:
         return extraction
 
     async def _fetch(
-        self, reference: dict[str, object], expected: Manifest, into: tuple[torch.Tensor, torch.Tensor]
+        self,
+        reference: dict[str, object],
+        expected: Manifest,
+        into: tuple[torch.Tensor, torch.Tensor],
+        arrived: Callable[[], None],
     ) -> None:
         await self._arrivals.wait(expected.key)  # before anything is refused, so that there is something to delete
+        arrived()
         check_manifest(reference, expected)
         await self._in_thread(functools.partial(self._read, expected, into))
 

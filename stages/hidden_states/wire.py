@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from stages.corpus import TokenSequence
+from stages.hidden_states.flow import Flow
 
 
 class HiddenStatesError(RuntimeError):
@@ -64,6 +65,10 @@ class HiddenStatesReader(Protocol):
 
     def read(self, batches: Iterable[Sequence[TokenSequence]]) -> Iterator[HiddenBatch]:
         """One HiddenBatch per element of `batches`. Raises HiddenStatesError when states cannot be had."""
+        ...
+
+    def flow(self) -> Flow:
+        """What has flowed since the reader was opened."""
         ...
 
     def close(self) -> None:
