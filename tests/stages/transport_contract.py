@@ -5,6 +5,7 @@ A test module subclasses it and has a fixture `opener` that opens readers of pre
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -13,6 +14,7 @@ import torch
 from hidden_states_helpers import sequence, states_of
 
 from stages.corpus import TokenSequence
+from stages.hidden_states.flow import Flow
 from stages.hidden_states.wire import HiddenBatch, HiddenStatesError, HiddenStatesReader
 
 BATCHES = [[sequence(10 * b + i, 3 + i) for i in range(4)] for b in range(6)]
@@ -106,3 +108,22 @@ class TransportContract:
             assert values["flow/window_share"] <= 1
             idle = reader.flow()
             assert (reader.flow() - idle).byte_s == {"extractors": 0, "transfer": 0, "trainer": 0}  # all was taken
+
+    def test_a_trainer_that_takes_nothing_is_the_bottleneck(self, opener: Open) -> None:
+        with closing(opener(0.0)) as reader:
+            batches = reader.read(BATCHES)
+            next(batches)
+            deadline = time.monotonic() + 20
+            while (since := _flow_of(reader, seconds=0.02)).reader_wait_s < 0.999 * since.elapsed_s:
+                assert time.monotonic() < deadline, since  # until all is fetched
+            assert since.bottleneck == "trainer"
+            assert since.trainer_wait_s == 0
+            assert since.ready_batch_s == pytest.approx(5 * since.elapsed_s)
+            batches.close()
+            assert set(_flow_of(reader, seconds=0.01).byte_s.values()) == {0}
+
+
+def _flow_of(reader: HiddenStatesReader, seconds: float) -> Flow:
+    before = reader.flow()
+    time.sleep(seconds)
+    return reader.flow() - before
