@@ -138,7 +138,7 @@ async def _extract(
         samples.store.register(states_TLD)
         samples.store.register(trailer)
         try:
-            answer = await samples.take(token_ids, (states_TLD, trailer), actor=actor, logprobs=True)
+            answer = await samples.take(token_ids, states_TLD, trailer, actor=actor, logprobs=True)
         finally:
             samples.store.unregister(trailer)
             samples.store.unregister(states_TLD)

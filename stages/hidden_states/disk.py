@@ -29,7 +29,7 @@ import xxhash
 from safetensors.torch import save_file
 
 from stages.corpus import TokenSequence
-from stages.hidden_states.layout import as_bytes, states_bytes
+from stages.hidden_states.layout import as_bytes
 from stages.hidden_states.wire import HiddenStatesError, HiddenStatesReader
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def key_of(token_ids: np.ndarray) -> str:
 
 def disk_bytes(num_tokens: int, num_sequences: int, num_layers: int, hidden_size: int, dtype: torch.dtype) -> int:
     """What the states of so many sequences with so many tokens in all take on disk, at most."""
-    return states_bytes(num_tokens, num_layers, hidden_size, dtype) + num_sequences * _HEADER_BYTES
+    return num_tokens * num_layers * hidden_size * dtype.itemsize + num_sequences * _HEADER_BYTES
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from stages.corpus import TokenSequence
+from stages.hidden_states.buffers import BatchBuffers
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.disk import READ_THREADS, KeptStates, key_of
-from stages.hidden_states.layout import states_bytes
 from stages.hidden_states.reader import BatchReader
 from stages.hidden_states.wire import HiddenStatesError
 
@@ -31,10 +31,10 @@ class DiskReader(BatchReader):
         self._entries = kept.entries()
         self._threads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="hidden-states-disk")
         shape_LD = (len(about.layer_ids), about.hidden_size)
-        super().__init__(shape_LD, kept.dtype, _AHEAD_BYTES, config.max_set_aside_share)
+        super().__init__(shape_LD, kept.dtype, BatchBuffers(_AHEAD_BYTES), _AHEAD_BYTES, config.max_set_aside_share)
 
     def _size(self, sequence: TokenSequence) -> int:
-        return states_bytes(len(sequence), *self._shape_LD, self._dtype)
+        return self._states_bytes(len(sequence))
 
     async def _fetch(self, sequence: TokenSequence, states_TLD: torch.Tensor, scratch: torch.Tensor) -> str | None:
         key = key_of(sequence.input_ids)

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -18,9 +18,9 @@ import torch
 from stages.corpus import TokenSequence
 from stages.engine.dispatch import BackgroundLoop
 from stages.engine.requests import EngineError
+from stages.hidden_states.buffers import BatchBuffers
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.flow import Flow, FlowMeter
-from stages.hidden_states.layout import TRAILER_BYTES, states_bytes
 from stages.hidden_states.samples import Endpoint, SampleError, Samples
 from stages.hidden_states.wire import HiddenBatch, HiddenStatesError, check_set_aside
 
@@ -82,9 +82,15 @@ class BatchReader(ABC):
     """
 
     def __init__(
-        self, shape_LD: tuple[int, int], dtype: torch.dtype, window_bytes: int, max_set_aside_share: float
+        self,
+        shape_LD: tuple[int, int],
+        dtype: torch.dtype,
+        buffers: BatchBuffers,
+        window_bytes: int,
+        max_set_aside_share: float,
     ) -> None:
         self._shape_LD, self._dtype = shape_LD, dtype
+        self._buffers = buffers
         self._window_bytes = window_bytes
         self._max_set_aside_share = max_set_aside_share
         self._meter = FlowMeter(window_bytes)
@@ -119,14 +125,12 @@ class BatchReader(ABC):
     @abstractmethod
     def _release(self) -> None: ...
 
+    def _states_bytes(self, num_tokens: int) -> int:
+        return num_tokens * math.prod(self._shape_LD) * self._dtype.itemsize
+
     def _scratch_bytes(self, num_tokens: int) -> int:
         """Memory that fetching a sequence needs besides its states."""
         return 0
-
-    @contextmanager
-    def _lent(self, memory: torch.Tensor) -> Iterator[None]:
-        """For as long as `_fetch` writes into `memory`."""
-        yield
 
     async def _batches(self, batches: Iterable[Sequence[TokenSequence]]) -> AsyncGenerator[HiddenBatch, None]:
         source = iter(batches)
@@ -165,18 +169,17 @@ class BatchReader(ABC):
     async def _batch(self, sequences: tuple[TokenSequence, ...], size: int) -> HiddenBatch:
         """Fetch all sequences of a batch into one allocation: states packed, then the scratch memory."""
         ends = list(accumulate((len(sequence) for sequence in sequences), initial=0))
-        packed = states_bytes(ends[-1], *self._shape_LD, self._dtype)
+        packed = self._states_bytes(ends[-1])
         cuts = list(accumulate((self._scratch_bytes(len(s)) for s in sequences), initial=packed))
-        memory = torch.empty(max(cuts[-1], 1), dtype=torch.uint8)  # the store registers nothing empty
+        memory = self._buffers.lease(cuts[-1])
         states_TLD = memory[:packed].view(self._dtype).view(ends[-1], *self._shape_LD)
         rows = [states_TLD[start:end] for start, end in pairwise(ends)]
         scratch = [memory[start:end] for start, end in pairwise(cuts)]
-        with self._lent(memory):
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._fetch(*of)) for of in zip(sequences, rows, scratch, strict=True)]
-            except* (EngineError, HiddenStatesError) as errors:
-                raise errors.exceptions[0] from None
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._fetch(*of)) for of in zip(sequences, rows, scratch, strict=True)]
+        except* (EngineError, HiddenStatesError) as errors:
+            raise errors.exceptions[0] from None
         reasons = [task.result() for task in tasks]
         set_aside = tuple((s.id, why) for s, why in zip(sequences, reasons, strict=True) if why is not None)
         if set_aside:
@@ -204,7 +207,8 @@ class StreamingReader(BatchReader):
         self._samples = Samples(endpoint, config)
         self._window = ByteBudget(window_bytes)
         self._running = asyncio.Semaphore(math.ceil(endpoint.max_running / num_ranks))
-        super().__init__(shape_LD, endpoint.torch_dtype, window_bytes, config.max_set_aside_share)
+        buffers = BatchBuffers(window_bytes, self._samples.store.register, self._samples.store.unregister)
+        super().__init__(shape_LD, endpoint.torch_dtype, buffers, window_bytes, config.max_set_aside_share)
 
     def read(self, batches: Iterable[Sequence[TokenSequence]]) -> Iterator[HiddenBatch]:
         """As `BatchReader.read`; every sequence is asked for `hidden_states.attempts` times at most.
@@ -224,15 +228,7 @@ class StreamingReader(BatchReader):
         return size
 
     def _scratch_bytes(self, num_tokens: int) -> int:
-        return TRAILER_BYTES
-
-    @contextmanager
-    def _lent(self, memory: torch.Tensor) -> Iterator[None]:
-        self._samples.store.register(memory)
-        try:
-            yield
-        finally:
-            self._samples.store.unregister(memory)
+        return self._endpoint.scratch_bytes(num_tokens)
 
     async def _fetch(self, sequence: TokenSequence, states_TLD: torch.Tensor, scratch: torch.Tensor) -> str | None:
         failed: SampleError | None = None
@@ -244,7 +240,8 @@ class StreamingReader(BatchReader):
                     try:
                         await self._samples.take(
                             sequence.input_ids,
-                            (states_TLD, scratch),
+                            states_TLD,
+                            scratch,
                             attempt=attempt,
                             actor=actor,
                             arrived=partial(go, "transfer"),
@@ -256,4 +253,7 @@ class StreamingReader(BatchReader):
         return f"{self._attempts} tries, the last: {failed}"
 
     def _release(self) -> None:
-        self._samples.close()
+        try:
+            self._buffers.close()
+        finally:
+            self._samples.close()

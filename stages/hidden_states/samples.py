@@ -20,7 +20,7 @@ from stages.corpus import tokens_checksum
 from stages.engine.dispatch import ActorLostError, Dispatcher
 from stages.engine.requests import Extraction
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.layout import as_bytes, check_trailer, object_bytes
+from stages.hidden_states.layout import TRAILER_BYTES, as_bytes, check_trailer, object_bytes
 from stages.hidden_states.store import ERROR_SUFFIX, HiddenStatesStore, StoreAddress, StoreGoneError
 from stages.hidden_states.wire import HiddenStatesError, Manifest
 
@@ -54,6 +54,10 @@ class Endpoint:
         """Bytes of the stored object of a sequence of this length."""
         return object_bytes(num_tokens, len(self.layer_ids), self.hidden_size, self.torch_dtype)
 
+    def scratch_bytes(self, num_tokens: int) -> int:
+        """Bytes of memory that reading such a sequence needs besides that for its states."""
+        return TRAILER_BYTES
+
 
 class SampleError(HiddenStatesError):
     """This try failed. Asking again, elsewhere if `actor` is known, may succeed."""
@@ -79,18 +83,19 @@ class Samples:
     async def take(
         self,
         token_ids: np.ndarray,
-        into: tuple[torch.Tensor, torch.Tensor],
+        states_TLD: torch.Tensor,
+        scratch: torch.Tensor,
         *,
         attempt: int = 0,
         actor: int,
         logprobs: bool = False,
         arrived: Callable[[], None] = lambda: None,
     ) -> Extraction:
-        """Have `actor` extract the states of `token_ids` (int [T]) and read them `into` registered memory.
+        """Have `actor` extract the states of `token_ids` (int [T]) and read them into `states_TLD`.
 
-        `into`: states [T, L, D] and trailer uint8 [TRAILER_BYTES]. `arrived` is called when the object is in
-        the store, from which it is gone afterwards. Raises SampleError when it cannot be had or must not be
-        trained on, StoreGoneError when none can be had any more.
+        That and `scratch`, uint8 [endpoint.scratch_bytes(T)], are in registered memory. `arrived` is called when
+        the object is in the store, from which it is gone afterwards. Raises SampleError when it cannot be had or
+        must not be trained on, StoreGoneError when none can be had any more.
         """
         self._asked += 1
         key = f"{self._session}-{self._asked}-{attempt}"  # fresh: a late object of an earlier try harms nobody
@@ -101,7 +106,7 @@ class Samples:
                 extraction = await self.dispatcher.call(actor, "extract", token_ids, capture, logprobs)
                 assert isinstance(extraction, Extraction)
                 # The bytes come after the answer, or never, if the engine dies in between.
-                fetching = self._fetch(extraction.reference, expected, into, arrived)
+                fetching = self._fetch(extraction.reference, expected, (states_TLD, scratch), arrived)
                 await self.dispatcher.unless_lost(actor, extraction.life, fetching)
         except TimeoutError as error:
             raise SampleError(f"no states within hidden_states.sample_timeout_s={self._timeout_s}", actor) from error
