@@ -10,7 +10,7 @@ TORCH := torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
 
-.PHONY: help run test test-fast lint ui install lock clean
+.PHONY: help run test test-fast lint ui bench-transfer bench-datagen install lock clean
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
@@ -31,6 +31,12 @@ lint: install ## ruff, mypy, import directions
 
 ui: install ## MLflow on the runs of this folder
 	$(BIN)/python -m pipeline.ui $(ARGS)
+
+bench-transfer: install ## how fast stored states reach a batch, against hs_connectors, Mooncake and memcpy; JSON
+	@$(BIN)/python -m benchmarks.transfer $(ARGS)
+
+bench-datagen: install ## what capturing states costs an engine; JSON
+	@$(BIN)/python -m benchmarks.datagen $(ARGS)
 
 install: $(READY) ## the virtual environment alone
 

@@ -208,6 +208,11 @@ class Workspace:
     def _lock_file(self) -> Path:
         return self.final.with_name(self.final.name + ".lock")
 
+    @property
+    def layout(self) -> Layout:
+        """Of the output root that this is under."""
+        return Layout(self.final.parent.parent)
+
     @contextmanager
     def locked(self) -> Iterator[Self]:
         """Hold the workspace against other processes; the lock dies with this one.
@@ -290,6 +295,10 @@ class Layout:
 
     def artifact(self, stage: str, identity: str) -> Path:
         return self.root / "artifacts" / f"{stage}-{identity}"
+
+    def states(self, identity: str) -> Path:
+        """Hidden states that are kept, of all runs that use the same."""
+        return self.root / "states" / identity
 
     def run(self, run_id: str) -> Path:
         return self.root / "runs" / run_id

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from stages.draft.config import DraftConfig
 from stages.draft.model import num_predictions
 from stages.engine.config import EngineConfig
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.pool import extractor_pool, open_reader
+from stages.hidden_states.pool import states_of
 from stages.hidden_states.wire import HiddenStatesReader
 from stages.target import Target
 
@@ -64,12 +65,12 @@ def run(
     if not (out.path / RECORDS).exists():
         layers = (*draft.aux_layer_ids, target.shape.num_layers)
         out.events.progress("starting vLLM", 0, 0, "sequences")
-        with extractor_pool(target, layers, engine, hidden_states, work=out.path / WORK) as pool:
-            reader = open_reader(pool.endpoint, hidden_states, num_ranks=1)
-            try:
-                record(config, target, corpus, draft_artifact, reader, out)
-            finally:
-                reader.close()
+        sequences = corpus.sequences("calibration")
+        with (
+            states_of(sequences, target, layers, engine, hidden_states, work=out.path / WORK, out=out) as open_reader,
+            closing(open_reader(1)) as reader,
+        ):
+            record(config, target, corpus, draft_artifact, reader, out)
     return fit(config, corpus, draft_artifact, out)
 
 
@@ -99,7 +100,7 @@ def record(
         sequences,
         config,
         provenance,
-        lambda done: out.events.progress("drafting", done, len(sequences), "sequences"),
+        lambda done: out.events.progress("drafting", done, len(sequences), "sequences", reader.flow().note),
     )
     save(replace(records, provenance=provenance | {"counts": counts}), out.path / RECORDS)
 

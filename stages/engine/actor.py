@@ -55,10 +55,9 @@ class VllmActor:
         if spec.on_cpu:  # after the imports: OpenMP, which they load, would bind this process' thread too
             os.environ |= cpu_environment(spec.index, spec.num_actors, spec.args["tensor_parallel_size"])
         args = dict(spec.args)
-        extra = args["kv_transfer_config"]["kv_connector_extra_config"]
-        args["kv_transfer_config"] = args["kv_transfer_config"] | {
-            "kv_connector_extra_config": extra | {"actor_pid": os.getpid()}
-        }
+        if transfer := args.get("kv_transfer_config"):
+            extra = transfer["kv_connector_extra_config"] | {"actor_pid": os.getpid()}
+            args["kv_transfer_config"] = transfer | {"kv_connector_extra_config": extra}
         try:
             self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         except Exception as error:

@@ -15,6 +15,8 @@ class HiddenStatesConfig:
     """The Mooncake store between extractors and trainers, and the bounds on what is in flight."""
 
     encoding: Encoding = "bfloat16"  # fp8: half the bytes, 3 % of error in L2
+    # disk: extracted once into `out`/states, then read from there by every epoch and run, without an engine
+    transport: Literal["mooncake", "disk"] = resource("mooncake")
     protocol: Literal["tcp", "rdma"] = resource("tcp")
     device: str = resource("")  # RDMA devices, comma separated; empty: Mooncake chooses
     master_address: str = resource("")  # host:port of a running master; empty: the stage runs its own

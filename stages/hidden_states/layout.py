@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Self
@@ -63,14 +63,17 @@ class Layout:
         trailers = len(self.spans(num_tokens)) * TRAILER_BYTES
         return trailers + (self.payload_bytes(num_tokens) if self.encoding == "fp8" else 0)
 
-    def allocate(self, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Memory for several sequences: all of it, their states packed (bfloat16 [T, L, D]), scratch for each."""
+    def allocate(
+        self, lengths: Sequence[int], lease: Callable[[int], torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Out of memory (uint8) that `lease` gives, for several sequences: states packed (bfloat16 [T, L, D]), scratch
+        for each."""
         shape = (sum(lengths), self.num_layers, self.hidden_size)
         packed = math.prod(shape) * torch.bfloat16.itemsize
         ends = list(accumulate(map(self.scratch_bytes, lengths), initial=packed))
-        memory = torch.empty(ends[-1], dtype=torch.uint8)
+        memory = lease(ends[-1])
         states_TLD = memory[:packed].view(torch.bfloat16).view(shape)
-        return memory, states_TLD, [memory[start:end] for start, end in pairwise(ends)]
+        return states_TLD, [memory[start:end] for start, end in pairwise(ends)]
 
     def places(self, states_TLD: torch.Tensor, scratch: torch.Tensor) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Of every stripe its tokens, and where a reader puts its payload and its trailer (uint8)."""

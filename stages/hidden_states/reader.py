@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from stages.corpus import TokenSequence
 from stages.engine.dispatch import BackgroundLoop
 from stages.engine.requests import EngineError
+from stages.hidden_states.buffers import BatchBuffers
 from stages.hidden_states.config import HiddenStatesConfig
+from stages.hidden_states.flow import Flow, FlowMeter
+from stages.hidden_states.layout import Layout
 from stages.hidden_states.samples import Endpoint, SampleError, Samples
 from stages.hidden_states.wire import HiddenBatch, HiddenStatesError, check_set_aside
 
@@ -69,111 +74,168 @@ class ByteBudget:
             self._waiting.popleft()
 
 
-class StreamingReader:
-    """Implements `HiddenStatesReader` against a pool of extractors.
+class BatchReader(ABC):
+    """Implements `HiddenStatesReader`, all but where the states of one sequence come from.
 
-    One reader a rank: `num_ranks` share the store. What was asked for and not yet read never exceeds
-    the rank's share of `hidden_states.window_share` of the store, so no put finds it full.
+    Fetches ahead until batches of `window_bytes`, or `most_ahead` of them, are under way or ready, and two at least.
     """
 
-    def __init__(self, endpoint: Endpoint, config: HiddenStatesConfig, *, num_ranks: int) -> None:
-        self._endpoint = endpoint
-        self._config = config
-        self._samples = Samples(endpoint, config)
-        self._window = ByteBudget(config.window_bytes(endpoint.store_bytes, num_ranks))
-        running = math.ceil(endpoint.max_running / num_ranks)
-        self._running = asyncio.Semaphore(running)
-        self._most_ahead = 2 * running  # batches: as many ready or waiting as the engines run at once
+    def __init__(
+        self, layout: Layout, buffers: BatchBuffers, window_bytes: int, most_ahead: int, max_set_aside_share: float
+    ) -> None:
+        self._layout = layout
+        self._buffers = buffers
+        self._window_bytes = window_bytes
+        self._most_ahead = most_ahead
+        self._max_set_aside_share = max_set_aside_share
+        self._meter = FlowMeter(window_bytes)
         self._loop = BackgroundLoop("hidden-states-reader")
 
     def read(self, batches: Iterable[Sequence[TokenSequence]]) -> Iterator[HiddenBatch]:
         """One HiddenBatch per element of `batches`, which is drawn from another thread.
 
-        Every sequence is asked for `hidden_states.attempts` times at most, then set aside by name.
-        Raises HiddenStatesError, with the last cause, when more than `hidden_states.max_set_aside_share`
-        of the sequences were (one is allowed unless the share is 0), when a sequence is larger than
-        the budget, or when no engine is left; StoreGoneError when the store's master is.
+        Sequences that cannot be had are set aside by name. Raises HiddenStatesError, with the last cause,
+        when more than `hidden_states.max_set_aside_share` of them are (one is allowed unless the share is
+        0), and what `_size` and `_fetch` raise.
         """
-        try:
-            yield from self._loop.iterate(self._batches(batches))
-        except EngineError as error:
-            raise HiddenStatesError(f"hidden states cannot be had: {error}") from error
+        yield from self._loop.iterate(self._batches(batches))
+
+    def flow(self) -> Flow:
+        """What has flowed since the reader was opened."""
+        return self._meter.flow()
 
     def close(self) -> None:
-        """Stop fetching, end the thread, release the connection; safe to call twice."""
+        """Stop fetching, end the thread, release what the reader holds; safe to call twice."""
         if self._loop.close():
-            self._samples.close()
+            self._release()
+
+    @abstractmethod
+    def _size(self, sequence: TokenSequence) -> int:
+        """Bytes that travel for it. Raises HiddenStatesError when they could never be fetched."""
+
+    @abstractmethod
+    async def _fetch(self, sequence: TokenSequence, states_TLD: torch.Tensor, scratch: torch.Tensor) -> str | None:
+        """Fill `states_TLD`; why not, when that cannot be. `scratch`: uint8 [layout.scratch_bytes(T)]."""
+
+    @abstractmethod
+    def _release(self) -> None: ...
 
     async def _batches(self, batches: Iterable[Sequence[TokenSequence]]) -> AsyncGenerator[HiddenBatch, None]:
         source = iter(batches)
         ahead: deque[tuple[asyncio.Task[HiddenBatch], int]] = deque()
-        asked, set_aside = 0, list[tuple[str, str]]()
+        ahead_bytes, asked, set_aside = 0, 0, list[tuple[str, str]]()
         try:
             while True:
                 started = time.monotonic()
-                while len(ahead) < _MIN_BATCHES_AHEAD or self._may_ask(ahead):
+                while len(ahead) < _MIN_BATCHES_AHEAD or (
+                    ahead_bytes < self._window_bytes and len(ahead) < self._most_ahead
+                ):
                     if (sequences := next(source, None)) is None:
                         break
-                    size = sum(self._checked_bytes(sequence) for sequence in sequences)
-                    ahead.append((asyncio.create_task(self._batch(tuple(sequences))), size))
+                    size = sum(self._size(sequence) for sequence in sequences)
+                    ahead.append((asyncio.create_task(self._batch(tuple(sequences), size)), size))
+                    ahead_bytes += size
                 if not ahead:
                     return
-                batch = await ahead[0][0]
+                task, size = ahead[0]
+                with self._meter.trainer_waits():
+                    batch = await task
                 ahead.popleft()
+                ahead_bytes -= size
+                self._meter.ready(size, batches=-1)
                 asked += len(batch.sequences) + len(batch.set_aside)
                 set_aside += batch.set_aside
-                check_set_aside(set_aside, asked, self._config.max_set_aside_share)
+                check_set_aside(set_aside, asked, self._max_set_aside_share)
+                self._meter.taken(len(batch.states_TLD))
                 yield replace(batch, wait_s=time.monotonic() - started)
         finally:
             for task, _ in ahead:
                 task.cancel()
-            await asyncio.gather(*(task for task, _ in ahead), return_exceptions=True)
+            left = await asyncio.gather(*(task for task, _ in ahead), return_exceptions=True)
+            for (_, size), outcome in zip(ahead, left, strict=True):
+                if isinstance(outcome, HiddenBatch):
+                    self._meter.ready(size, batches=-1)
 
-    def _may_ask(self, ahead: Sequence[tuple[asyncio.Task[HiddenBatch], int]]) -> bool:
-        """Whether the engines want more to do. With small sequences the window alone would let a long queue
-        grow, behind which another read of the same reader (a validation) would wait."""
-        return len(ahead) < self._most_ahead and sum(size for _, size in ahead) < self._window.limit
-
-    def _checked_bytes(self, sequence: TokenSequence) -> int:
-        """The size of the sequence's object. Raises HiddenStatesError when it could never be fetched."""
-        size = self._endpoint.layout.object_bytes(len(sequence))
-        if problem := misfit(sequence, size, self._window.limit, self._endpoint.segment_bytes):
-            raise HiddenStatesError(problem)
-        return size
-
-    async def _batch(self, sequences: tuple[TokenSequence, ...]) -> HiddenBatch:
-        """Fetch all sequences of a batch into one allocation."""
+    async def _batch(self, sequences: tuple[TokenSequence, ...], size: int) -> HiddenBatch:
+        """Fetch all sequences of a batch into one lease."""
         lengths = [len(sequence) for sequence in sequences]
-        memory, states_TLD, scratch = self._endpoint.layout.allocate(lengths)
+        states_TLD, scratch = self._layout.allocate(lengths, self._buffers.lease)
         rows = states_TLD.split(lengths)
-        self._samples.store.register(memory)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._sequence(*each)) for each in zip(sequences, rows, scratch, strict=True)
-                ]
+                tasks = [group.create_task(self._fetch(*of)) for of in zip(sequences, rows, scratch, strict=True)]
         except* (EngineError, HiddenStatesError) as errors:
             raise errors.exceptions[0] from None
-        finally:
-            self._samples.store.unregister(memory)
         reasons = [task.result() for task in tasks]
         set_aside = tuple((s.id, why) for s, why in zip(sequences, reasons, strict=True) if why is not None)
         if set_aside:
             kept = [row for row, why in zip(rows, reasons, strict=True) if why is None]
             sequences = tuple(s for s, why in zip(sequences, reasons, strict=True) if why is None)
             states_TLD = torch.cat(kept) if kept else states_TLD[:0]
+        self._meter.ready(size)
         return HiddenBatch(sequences, states_TLD, 0.0, set_aside)
 
-    async def _sequence(self, sequence: TokenSequence, states_TLD: torch.Tensor, scratch: torch.Tensor) -> str | None:
-        """Fill `states_TLD`; returns why not after the last try."""
+
+class StreamingReader(BatchReader):
+    """Reads from a pool of extractors while they compute.
+
+    One reader a rank: `num_ranks` share the store. What was asked for and not yet read never exceeds
+    the rank's share of `hidden_states.window_share` of the store, so no put finds it full.
+    """
+
+    def __init__(self, endpoint: Endpoint, config: HiddenStatesConfig, *, num_ranks: int) -> None:
+        window_bytes = config.window_bytes(endpoint.store_bytes, num_ranks)
+        running = math.ceil(endpoint.max_running / num_ranks)
+        self._endpoint = endpoint
+        self._attempts = config.attempts
+        self._samples = Samples(endpoint, config)
+        self._window = ByteBudget(window_bytes)
+        self._running = asyncio.Semaphore(running)
+        buffers = BatchBuffers(window_bytes, self._samples.store.register, self._samples.store.unregister)
+        # With small sequences the window alone would let a queue grow, behind which another read (a validation) waits.
+        super().__init__(endpoint.layout, buffers, window_bytes, 2 * running, config.max_set_aside_share)
+
+    def read(self, batches: Iterable[Sequence[TokenSequence]]) -> Iterator[HiddenBatch]:
+        """As `BatchReader.read`; every sequence is asked for `hidden_states.attempts` times at most.
+
+        Raises HiddenStatesError also when a sequence is larger than the budget or when no engine is left,
+        StoreGoneError when the store's master is.
+        """
+        try:
+            yield from super().read(batches)
+        except EngineError as error:
+            raise HiddenStatesError(f"hidden states cannot be had: {error}") from error
+
+    def _size(self, sequence: TokenSequence) -> int:
+        size = self._layout.object_bytes(len(sequence))
+        if problem := misfit(sequence, size, self._window.limit, self._endpoint.segment_bytes):
+            raise HiddenStatesError(problem)
+        return size
+
+    async def _fetch(self, sequence: TokenSequence, states_TLD: torch.Tensor, scratch: torch.Tensor) -> str | None:
         failed: SampleError | None = None
-        async with self._running, self._window.hold(self._endpoint.layout.object_bytes(len(sequence))):
-            for attempt in range(self._config.attempts):
+        size = self._layout.object_bytes(len(sequence))
+        async with self._running, self._window.hold(size):
+            for attempt in range(self._attempts):
                 actor = await self._samples.dispatcher.pick(avoid=None if failed is None else failed.actor)
-                try:
-                    await self._samples.take(sequence.input_ids, states_TLD, scratch, attempt=attempt, actor=actor)
-                except SampleError as error:
-                    failed = error
-                else:
-                    return None
-        return f"{self._config.attempts} tries, the last: {failed}"
+                with self._meter.fetching(size, "extractors") as go:
+                    try:
+                        await self._samples.take(
+                            sequence.input_ids,
+                            states_TLD,
+                            scratch,
+                            attempt=attempt,
+                            actor=actor,
+                            arrived=partial(go, "transfer"),
+                        )
+                    except SampleError as error:
+                        failed = error
+                    else:
+                        return None
+        return f"{self._attempts} tries, the last: {failed}"
+
+    def _release(self) -> None:
+        try:
+            self._buffers.close()
+        finally:
+            self._samples.close()

@@ -20,6 +20,7 @@ from stages.corpus import tokens_checksum
 from stages.engine.dispatch import ActorLostError, BackgroundLoop, Dispatcher
 from stages.engine.requests import EngineError, Extraction
 from stages.hidden_states.arrivals import Arrivals
+from stages.hidden_states.buffers import BatchBuffers
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.contract import Agreement, Contract, Logprobs
 from stages.hidden_states.layout import Layout, check_seal
@@ -27,6 +28,7 @@ from stages.hidden_states.store import HiddenStatesStore, StoreAddress, StoreGon
 from stages.hidden_states.wire import HiddenStatesError, Manifest
 
 R = TypeVar("R")
+_CHECK_SLAB_BYTES = 16 << 20
 _READ_THREADS = 2  # reading and checking release the GIL
 
 
@@ -79,13 +81,14 @@ class Samples:
         actor: int,
         logprobs: Logprobs | None = None,
         layout: Layout | None = None,
+        arrived: Callable[[], None] = lambda: None,
     ) -> Extraction:
         """Have `actor` extract the states of `token_ids` (int [T]) and read them into registered memory.
 
-        `states_TLD`: bfloat16, filled; `scratch`: uint8 [layout.scratch_bytes(T)], for what else is read. The
-        sample is gone from the store afterwards. Raises SampleError when it cannot be had or must not be
-        trained on, StoreGoneError when none can be had any more. Only the contract check asks for
-        log-probabilities, and so of an engine that has yet to pass it.
+        `states_TLD`: bfloat16, filled; `scratch`: uint8 [layout.scratch_bytes(T)], for what else is read.
+        `arrived` is called when the sample is in the store, from which it is gone afterwards. Raises SampleError
+        when it cannot be had or must not be trained on, StoreGoneError when none can be had any more. Only the
+        contract check asks for log-probabilities, and so of an engine that has yet to pass it.
         """
         self._asked += 1
         key = f"{self._session}-{self._asked}-{attempt}"  # fresh: a late object of an earlier try harms nobody
@@ -99,7 +102,7 @@ class Samples:
                 if logprobs is None and extraction.life not in self.trusted:
                     raise self.dispatcher.lost(actor, f"engine {actor} was started again and has not been checked")
                 # The bytes come after the answer, or never, if the engine dies in between.
-                fetching = self._fetch(extraction.reference, expected, states_TLD, scratch)
+                fetching = self._fetch(extraction.reference, expected, (states_TLD, scratch), arrived)
                 await self.dispatcher.unless_lost(actor, extraction.life, fetching)
         except TimeoutError as error:
             raise SampleError(f"no states within hidden_states.sample_timeout_s={self._timeout_s}", actor) from error
@@ -121,14 +124,11 @@ class Samples:
         contract, layout = self.endpoint.contract, self.endpoint.layout
         exact = dataclasses.replace(layout, encoding="bfloat16")
         lives = set()
+        buffers = BatchBuffers(_CHECK_SLAB_BYTES, self.store.register, self.store.unregister)
 
         async def get(token_ids: np.ndarray, which: Logprobs, layout: Layout) -> tuple[torch.Tensor, Extraction]:
-            memory, states_TLD, [scratch] = layout.allocate([len(token_ids)])
-            self.store.register(memory)
-            try:
-                said = await self.take(token_ids, states_TLD, scratch, actor=actor, logprobs=which, layout=layout)
-            finally:
-                self.store.unregister(memory)
+            states_TLD, [scratch] = layout.allocate([len(token_ids)], buffers.lease)
+            said = await self.take(token_ids, states_TLD, scratch, actor=actor, logprobs=which, layout=layout)
             lives.add(said.life)
             return states_TLD, said
 
@@ -143,6 +143,8 @@ class Samples:
                 tasks = [group.create_task(one(token_ids, which)) for token_ids, which in contract.prompts()]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from failed
+        finally:
+            buffers.close()
         if len(lives) > 1:
             raise SampleError(f"engine {actor} was started again during its check", actor)
         agreement = await self._in_thread(functools.partial(contract.judge, [task.result() for task in tasks]))
@@ -158,11 +160,16 @@ class Samples:
             raise EngineError(f"engine {actor} came back, but: {error}") from error
 
     async def _fetch(
-        self, reference: dict[str, object], expected: Manifest, states_TLD: torch.Tensor, scratch: torch.Tensor
+        self,
+        reference: dict[str, object],
+        expected: Manifest,
+        into: tuple[torch.Tensor, torch.Tensor],
+        arrived: Callable[[], None],
     ) -> None:
         await self._arrivals.wait(expected.key, _names(expected))  # before anything is refused: it is to be deleted
+        arrived()
         expected.check(reference)
-        await self._in_thread(functools.partial(self._read, expected, states_TLD, scratch))
+        await self._in_thread(functools.partial(self._read, expected, *into))
 
     def _expected(self, key: str, token_ids: np.ndarray, attempt: int, layout: Layout) -> Manifest:
         return Manifest(

@@ -17,6 +17,7 @@ import xxhash
 
 from stages.corpus import TokenSequence
 from stages.hidden_states.config import Encoding
+from stages.hidden_states.flow import Flow
 
 
 class HiddenStatesError(RuntimeError):
@@ -84,6 +85,10 @@ class HiddenStatesReader(Protocol):
 
     def read(self, batches: Iterable[Sequence[TokenSequence]]) -> Iterator[HiddenBatch]:
         """One HiddenBatch per element of `batches`. Raises HiddenStatesError when states cannot be had."""
+        ...
+
+    def flow(self) -> Flow:
+        """What has flowed since the reader was opened."""
         ...
 
     def close(self) -> None:

@@ -71,6 +71,7 @@ class Worker:
     def __init__(self, job: TrainJob, reader: HiddenStatesReader, device: torch.device) -> None:
         config, target = job.config, job.target
         self.job, self.config, self.reader = job, config, reader
+        self.flow = reader.flow()  # at the last step that was logged
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         model = build_draft(job.draft, target.shape, target.folder, verifier=target.model, seed=config.seed)
         model = model.to(device).train()
@@ -181,11 +182,13 @@ class Worker:
 
     def _log(self, taken: Pass, values: dict[str, float]) -> None:
         values |= {"tok_per_s": taken.tokens / values["step_s"], "data_wait_s": taken.wait_s}
-        values |= metrics(taken.sums, self.learner.weights)
+        now = self.reader.flow()
+        flow, self.flow = now - self.flow, now  # since the step before, of this rank's reader
+        values |= {**metrics(taken.sums, self.learner.weights), **flow.metrics()}
         self.job.out.events.metrics(values, self.state.step)
         note = (
             f"loss {values.get('loss', 0.0):.3f} tau {values.get('acceptance_length', 0.0):.2f} "
-            f"{values['tok_per_s']:.0f} tok/s wait {taken.wait_s / values['step_s']:.0%}"
+            f"{values['tok_per_s']:.0f} tok/s {flow.note}"
         )
         self.job.out.events.progress("train", self.state.step, self.order.total_steps, "step", note)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 
 from stages.artifacts import Workspace
 from stages.corpus import Corpus, TokenSequence
@@ -12,7 +11,7 @@ from stages.draft.artifact import Draft
 from stages.draft.config import DraftConfig, check_draft
 from stages.engine.config import EngineConfig
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.pool import extractor_pool, open_reader, sample_layout
+from stages.hidden_states.pool import sample_layout, states_of
 from stages.hidden_states.reader import misfit
 from stages.target import Target
 from stages.train.config import TrainConfig
@@ -67,9 +66,10 @@ def run(
             len(data.sequences), config.batch_sequences, config.epochs, config.max_steps, config.seed
         ).total_steps
         out.events.progress("train", 0, steps, "step", "starting extractors")
-        with extractor_pool(target, layer_ids, engine, hidden_states, work=work) as pool:
+        used = (*data.sequences, *validation.sequences)
+        with states_of(used, target, layer_ids, engine, hidden_states, work=work, out=out) as open_reader:
             job = TrainJob(config, draft, target, corpus, out, hidden_states.max_set_aside_share)
-            fit(job, partial(open_reader, pool.endpoint, hidden_states))
+            fit(job, open_reader)
     told = json.loads(result.read_text(encoding="utf-8"))
     facts = {
         "layer_ids": list(layer_ids),

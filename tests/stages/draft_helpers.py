@@ -17,6 +17,7 @@ from stages.artifacts import Record, Workspace
 from stages.corpus import Corpus, TokenSequence, write_shard
 from stages.draft.batch import PackedBatch
 from stages.draft.config import DraftConfig
+from stages.hidden_states.flow import Flow
 from stages.hidden_states.wire import HiddenBatch
 from stages.target import Target, TargetShape
 from stages.train.config import TrainConfig
@@ -134,9 +135,12 @@ class FakeReader:
             self.given += 1
             kept = tuple(s for s in batch if s.id not in self.set_aside)
             parts = [states(self.folder, s) * (float("nan") if s.id in self.poisoned else 1.0) for s in kept]
-            packed_states = torch.cat(parts) if parts else torch.zeros(0, len(LAYERS), SHAPE.hidden_size)
+            packed_states = torch.cat([torch.zeros(0, len(LAYERS), SHAPE.hidden_size), *parts]).bfloat16()
             away = tuple((s.id, "lost: gone for good") for s in batch if s.id in self.set_aside)
             yield HiddenBatch(kept, packed_states, 0.0, away)
+
+    def flow(self) -> Flow:
+        return Flow()
 
     def close(self) -> None:
         pass

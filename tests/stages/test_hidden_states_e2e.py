@@ -5,8 +5,10 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -16,12 +18,13 @@ import torch
 from hidden_states_helpers import master_process, tiny_target
 from transformers import AutoModelForCausalLM
 
+from stages.artifacts import Workspace
 from stages.corpus import TokenSequence
 from stages.engine.config import EngineConfig
 from stages.engine.requests import EngineError, GenerationRequest
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.layout import TRAILER_BYTES
-from stages.hidden_states.pool import ExtractorPool, extractor_pool, open_reader
+from stages.hidden_states.pool import ExtractorPool, extractor_pool, open_reader, states_of
 from stages.hidden_states.store import HiddenStatesStore
 from stages.hidden_states.wire import HiddenBatch
 from stages.target import Target
@@ -94,6 +97,19 @@ def check_generation(pool: ExtractorPool) -> None:
     assert "257" in refused.error  # the engine's own words, with its limit
 
 
+def check_disk(target: Target, pool: ExtractorPool, streamed: list[HiddenBatch], out: Workspace) -> None:
+    """Kept on disk are the same bits; once they are there, no engine is asked for."""
+    batches = [batch.sequences for batch in streamed]
+    config = replace(CONFIG, transport="disk")
+    for engines in (nullcontext(pool), None):
+        with (
+            patch("stages.hidden_states.pool.extractor_pool", side_effect=[engines] if engines else AssertionError),
+            states_of(sequences(24), target, LAYER_IDS, ENGINE, config, work=out.path, out=out) as open_kept,
+            closing(open_kept(1)) as reader,
+        ):
+            assert torch.equal(joined(list(reader.read(batches))), joined(streamed))
+
+
 def test_extraction_survives_its_engines(target: Target, cluster: None, tmp_path: Path) -> None:
     wanted = sequences(24)
     batches = [wanted[i : i + 4] for i in range(0, 24, 4)]
@@ -106,6 +122,8 @@ def test_extraction_survives_its_engines(target: Target, cluster: None, tmp_path
         check_against_transformers(target, undisturbed[0])
         one_by_one = list(reader.read([[sequence] for sequence in wanted]))
         assert torch.equal(joined(undisturbed), joined(one_by_one))
+        with Workspace(tmp_path / "out" / "artifacts" / "train-x", "x").locked() as out:
+            check_disk(target, pool, undisturbed, out)
 
         started, disturbed = time.monotonic(), []
         for index, batch in enumerate(reader.read(batches)):
