@@ -57,7 +57,8 @@ def build_target(folder: Path) -> Target:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=1, bos_token_id=None,
+        num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=1,
+        bos_token_id=None,
     )  # fmt: skip
     model = folder / "model"
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(model)

@@ -48,8 +48,8 @@ from stages.hidden_states.layout import TRAILER_BYTES, Layout, as_bytes, seal
 from stages.hidden_states.master import mooncake_master
 from stages.hidden_states.pool import open_reader
 from stages.hidden_states.reader import StreamingReader
-from stages.hidden_states.samples import Endpoint
 from stages.hidden_states.rows import peak_bits
+from stages.hidden_states.samples import Endpoint
 from stages.hidden_states.store import (
     METADATA,
     HiddenStatesStore,
@@ -104,13 +104,12 @@ class Producer:
             self.made[tokens, encoding] = memory, _ = _object(tokens, encoding)
             assert self.store.register_buffer(memory.data_ptr(), memory.nbytes) == 0
         memory, payload_bytes = self.made[tokens, encoding]
-        size, sealed = memory.nbytes, encoding != "hs_connectors"
-        ids = np.arange(tokens, dtype=np.int32)
+        size, ids = memory.nbytes, np.arange(tokens, dtype=np.int32)
         for key in keys:
-            if sealed:
+            if encoding != "hs_connectors":
                 end = seal(as_bytes(memory[:payload_bytes]), _manifest(key, ids, encoding), slice(0, tokens))
                 as_bytes(memory)[payload_bytes:] = np.frombuffer(end, dtype=np.uint8)
-            name = stripe_name(key, 0) if sealed else key
+            name = key if encoding == "hs_connectors" else stripe_name(key, 0)
             assert self.store.put_from(name, memory.data_ptr(), size, in_own_memory(self.store)) == 0
 
     async def extract(self, token_ids: np.ndarray, capture: dict[str, Any], logprobs: str) -> Extraction:
