@@ -151,8 +151,8 @@ class KeptStates:
             logger.warning("%s; now %s, its states are extracted again", why, aside.name)
         return [s for key, s in needed.items() if key not in entries or entries[key].shard in refused]
 
-    def check_space(self, sequences: Sequence[TokenSequence]) -> None:
-        """Raise ValueError unless the disk has room for their states."""
+    def check_space(self, sequences: Sequence[TokenSequence]) -> int:
+        """The bytes that their states take; raises ValueError when the disk has not so many."""
         about, tokens = self.about, sum(len(sequence) for sequence in sequences)
         need = disk_bytes(tokens, len(sequences), len(about.layer_ids), about.hidden_size)
         if need > (free := shutil.disk_usage(self.path).free):
@@ -161,6 +161,7 @@ class KeptStates:
                 f"{need / _GIB:.1f} GiB in {self.path}, found {free / _GIB:.1f} GiB free; free some, choose another "
                 "disk with out=…, or stream them with hidden_states.transport=mooncake"
             )
+        return need
 
     def fill(
         self,

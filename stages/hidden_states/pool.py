@@ -141,8 +141,8 @@ def states_of(
     with kept.locked():
         out.events.progress("looking for states", 0, len(sequences), "sequences")
         if missing := kept.missing(sequences):
-            kept.check_space(missing)
-            out.events.progress("starting extractors", 0, len(missing), "sequences")
+            need_gib = kept.check_space(missing) / 2**30
+            out.events.progress("starting extractors", 0, len(missing), "sequences", f"{need_gib:.2f} GiB on disk")
             with (
                 extractor_pool(target, layer_ids, engine, config, work=work) as pool,
                 closing(open_reader(pool.endpoint, config, num_ranks=1)) as reader,

@@ -182,7 +182,7 @@ def test_too_small_a_disk_is_refused_with_what_it_would_take(tmp_path: Path) -> 
     ids = np.broadcast_to(np.int32(1), 10**13)  # takes no memory
     with pytest.raises(ValueError, match=r"transport=disk: .* 2 sequences with 2\d+ tokens take 5960\d\d\.\d GiB in"):
         kept.check_space([TokenSequence("a", "test", ids, ids), TokenSequence("b", "test", ids, ids)])
-    kept.check_space(SEQUENCES)
+    assert kept.check_space(SEQUENCES) == disk_bytes(sum(map(len, SEQUENCES)), len(SEQUENCES), 2, 8)
 
 
 def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
