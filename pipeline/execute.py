@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pipeline.console import Console
 from pipeline.dag import Node, stage_params, typed
 from stages.artifacts import Artifact
 from stages.tracking import STOPPED, Tracker
+from stages.train.config import STOP
 
 POLL_S = 0.25
 CANCEL_S = 5.0
@@ -123,10 +125,13 @@ class Execution:
                 inputs = [artifacts[i] if i in artifacts else tasks[i] for i in node.stage.inputs]
                 task = run_stage.options(name=f"dspark.{name}")
                 tasks[name] = task.remote(self.config, node, node.stage.inputs, *inputs)
+        name = ""
         try:
             for name, task in tasks.items():
                 artifacts[name] = self._follow(name, task)
-        except BaseException:
+        except BaseException as error:
+            if name == "train" and isinstance(error, Stopped):
+                self._let_save()
             _cancel(list(tasks.values()))
             raise
         return {name: artifacts[name] for name in self.nodes if name in artifacts}
@@ -153,6 +158,14 @@ class Execution:
         self.tracker.finished(name, artifact)
         self.console.made(name, artifact.record)
         return artifact
+
+    def _let_save(self) -> None:
+        """Ask training for a checkpoint of the step it is in, and give it `train.grace_s`."""
+        asked, deadline = self.nodes["train"].workspace.path / STOP, time.monotonic() + self.config.train.grace_s
+        if asked.parent.is_dir():
+            asked.touch()
+        while asked.exists() and time.monotonic() < deadline:  # training renames the file when it has saved
+            time.sleep(0.05)
 
 
 def _cancel(tasks: list[ray.ObjectRef]) -> None:

@@ -18,7 +18,7 @@ from stages.hidden_states.layout import object_bytes
 from stages.hidden_states.pool import extractor_pool, open_reader
 from stages.hidden_states.reader import misfit
 from stages.target import Target, local_folder
-from stages.train.config import TrainConfig, check_train
+from stages.train.config import STOP, TrainConfig, check_train
 from stages.train.data import Order, usable
 from stages.train.fit import RAY, fit
 from stages.train.job import CHECKPOINTS, RESULT, STOPPED, TrainJob
@@ -96,7 +96,11 @@ def run(
         **told["counts"],
     }
     return out.commit(
-        Draft, counts=counts, metrics=told["metrics"], facts=facts, drop=[CHECKPOINTS, RAY, EXTRACTORS, RESULT, STOPPED]
+        Draft,
+        counts=counts,
+        metrics=told["metrics"],
+        facts=facts,
+        drop=[CHECKPOINTS, RAY, EXTRACTORS, RESULT, STOP, STOPPED],
     )
 
 

@@ -160,7 +160,7 @@ def test_early_stopping_exports_the_best_also_over_a_restart(tmp_path: Path) -> 
     told = run_one(job)
     best, steps = told["facts"]["exported_step"], told["counts"]["steps"]
     assert steps == best + 3 < 60
-    lengths = {step: values["val_acceptance_length"] for step, values in rows(job) if "val_loss" in values}
+    lengths = {step: values["val_acceptance_length"] for step, values in rows(job.out.path) if "val_loss" in values}
     assert told["metrics"]["val_acceptance_length"] == lengths[best] == max(lengths.values())
     assert lengths[best] > lengths[steps]
     counts = told["counts"]

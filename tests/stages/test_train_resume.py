@@ -64,17 +64,19 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, straight: Train
     same_tensors(last(straight), last(broken), load_file(straight.out.path / "checkpoint/model.safetensors"))
     for part in ("counts", "facts"):
         assert result(broken)[part] == result(straight)[part]
-    axis = [step for step, _ in rows(broken)]
+    axis = [step for step, _ in rows(broken.out.path)]
     assert axis == [1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 9]  # one axis, validation after steps 3, 6 and 9
-    assert losses(broken) == losses(straight)
+    assert losses(broken.out.path) == losses(straight.out.path)
 
 
 def test_parts_of_two_ranks_go_on_in_one_with_the_same_batches(tmp_path: Path, straight: TrainJob) -> None:
     broken = killed(tmp_path)
     told = run_one(broken)
     assert told["counts"] == result(straight)["counts"]
-    assert losses(broken) == pytest.approx(losses(straight), rel=1e-5)
-    assert losses(broken) != losses(straight)  # sums over ranks round otherwise: this did train in one
+    assert losses(broken.out.path) == pytest.approx(losses(straight.out.path), rel=1e-5)
+    assert losses(broken.out.path) != losses(
+        straight.out.path
+    )  # sums over ranks round otherwise: this did train in one
 
 
 def test_one_rank_goes_on_in_two(tmp_path: Path, straight: TrainJob) -> None:
@@ -82,13 +84,13 @@ def test_one_rank_goes_on_in_two(tmp_path: Path, straight: TrainJob) -> None:
     cut_one(made, at=16)
     assert run_ranks(made, 2) == [0, 0]
     assert result(made)["counts"] == result(straight)["counts"]
-    assert losses(made) == pytest.approx(losses(straight), rel=1e-5)
+    assert losses(made.out.path) == pytest.approx(losses(straight.out.path), rel=1e-5)
 
 
 def test_two_ranks_train_as_one(tmp_path: Path, straight: TrainJob) -> None:
     made = usual_job(tmp_path)
     assert run_one(made)["counts"] == result(straight)["counts"]
-    for (step, alone), (also, split) in zip(rows(made), rows(straight), strict=True):
+    for (step, alone), (also, split) in zip(rows(made.out.path), rows(straight.out.path), strict=True):
         assert step == also
         for key in ("loss", "grad_norm", "accept_rate_3", "val_loss"):
             assert (key in alone) == (key in split)
@@ -104,7 +106,7 @@ def test_sharded_training_equals_replicated_and_itself_when_killed(
         assert run_ranks(whole, 2) == [0, 0]
     sharded = killed(tmp_path / "sharded", optimizer=optimizer, sharding="fsdp")
     assert run_ranks(sharded, 2) == [0, 0]
-    assert losses(sharded) == pytest.approx(losses(whole), rel=1e-5 if optimizer == "adamw" else 1e-2)
+    assert losses(sharded.out.path) == pytest.approx(losses(whole.out.path), rel=1e-5 if optimizer == "adamw" else 1e-2)
     found = load_file(sharded.out.path / "checkpoint/model.safetensors")
     for name, tensor in load_file(whole.out.path / "checkpoint/model.safetensors").items():
         assert torch.allclose(found[name].float(), tensor.float(), rtol=2e-2, atol=2e-2), name
@@ -122,4 +124,4 @@ def test_sharded_training_equals_replicated_and_itself_when_killed(
 def test_shards_go_on_as_replicas(tmp_path: Path, straight: TrainJob) -> None:
     broken = killed(tmp_path, sharding="fsdp")
     assert run_one(usual_job(tmp_path))["counts"] == result(straight)["counts"]
-    assert losses(broken) == pytest.approx(losses(straight), rel=1e-5)
+    assert losses(broken.out.path) == pytest.approx(losses(straight.out.path), rel=1e-5)

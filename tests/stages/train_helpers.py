@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +41,21 @@ class CutReader(FakeReader):
         for batch in super().read(batches):
             if self.given > self.cut_at:
                 raise KeyboardInterrupt
+            yield batch
+
+
+class SlowReader(FakeReader):
+    """Takes its time for every batch, and says in which process: `<rank>.pid` in `pids`."""
+
+    def __init__(self, folder: Path, pids: Path, pause_s: float) -> None:
+        super().__init__(folder)
+        self.pause_s = pause_s
+        pids.mkdir(exist_ok=True)
+        (pids / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
+
+    def read(self, batches: Iterable[Sequence[TokenSequence]]) -> Iterator[HiddenBatch]:
+        for batch in super().read(batches):
+            time.sleep(self.pause_s)
             yield batch
 
 
@@ -95,15 +112,15 @@ def result(job: TrainJob) -> dict[str, dict[str, object]]:
     return json.loads((job.out.path / "result.json").read_text())
 
 
-def rows(job: TrainJob) -> list[tuple[int, dict[str, float]]]:
-    """(step, values) of every row of metrics."""
-    lines = [json.loads(line) for line in (job.out.path / "metrics.jsonl").read_text().splitlines()]
+def rows(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """(step, values) of every row of metrics in a workspace or an artifact."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line["values"]) for line in lines]
 
 
-def losses(job: TrainJob) -> dict[int, float]:
+def losses(folder: Path) -> dict[int, float]:
     """Training loss by step."""
-    return {step: values["loss"] for step, values in rows(job) if "loss" in values}
+    return {step: values["loss"] for step, values in rows(folder) if "loss" in values}
 
 
 def weights(job: TrainJob) -> bytes:
