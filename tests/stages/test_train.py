@@ -22,7 +22,7 @@ from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.wire import HiddenBatch, HiddenStatesError
 from stages.train import checkpoint, loop, stage
 from stages.train.data import Order, usable
-from stages.train.job import TrainError
+from stages.train.job import TrainError, TrainJob
 from stages.train.optimizer import lr_factor
 from stages.train.step import Learner, Pass, run_pass
 from tests.stages.draft_helpers import (
@@ -179,6 +179,13 @@ def test_early_stopping_exports_the_best_also_over_a_restart(tmp_path: Path) -> 
     assert weights(cut) == weights(job)
 
 
+def test_early_stopping_without_a_validation_split_is_refused(tmp_path: Path) -> None:
+    silent = replace(random_sequences(1, 20)[0], loss_mask=np.zeros(20, dtype=bool))
+    job = make_job(tmp_path, replace(CONFIG, early_stopping_validations=2), [*random_sequences(3, 20), silent])
+    with pytest.raises(ValueError, match=r"early_stopping_validations=2: .* has no validation sequences"):
+        _run(job)
+
+
 def test_draft_memorises_four_sequences(tmp_path: Path) -> None:
     config = replace(
         CONFIG,
@@ -202,8 +209,7 @@ def test_draft_memorises_four_sequences(tmp_path: Path) -> None:
     assert accepted.mean() > 3.7  # free-running, from the exported files
 
 
-def _checked(change: dict[str, object], tmp_path: Path, **other: object) -> None:
-    job = usual_job(tmp_path, **change)
+def _run(job: TrainJob, **other: object) -> None:
     arguments = {"draft": DRAFT, "engine": EngineConfig(max_model_len=64), "hidden_states": HiddenStatesConfig()}
     stage.run(job.config, job.target, job.corpus, out=job.out, **(arguments | other))
 
@@ -232,4 +238,4 @@ def test_what_cannot_work_is_refused_before_any_process(
     change: dict[str, object], other: dict[str, object], problem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=problem):
-        _checked(change, tmp_path, **other)
+        _run(usual_job(tmp_path, **change), **other)

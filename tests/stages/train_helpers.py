@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from stages.artifacts import write_whole
 from stages.corpus import TokenSequence
 from stages.hidden_states.wire import HiddenBatch, HiddenStatesReader
 from stages.train.config import TrainConfig
@@ -51,7 +52,7 @@ class SlowReader(FakeReader):
         super().__init__(folder)
         self.pause_s = pause_s
         pids.mkdir(exist_ok=True)
-        (pids / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
+        write_whole(pids / f"{dist.get_rank()}.pid", str(os.getpid()))
 
     def read(self, batches: Iterable[Sequence[TokenSequence]]) -> Iterator[HiddenBatch]:
         for batch in super().read(batches):
