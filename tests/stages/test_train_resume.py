@@ -106,10 +106,11 @@ def test_sharded_training_equals_replicated_and_itself_when_killed(
         assert run_ranks(whole, 2) == [0, 0]
     sharded = killed(tmp_path / "sharded", optimizer=optimizer, sharding="fsdp")
     assert run_ranks(sharded, 2) == [0, 0]
-    assert losses(sharded.out.path) == pytest.approx(losses(whole.out.path), rel=1e-5 if optimizer == "adamw" else 1e-2)
-    found = load_file(sharded.out.path / "checkpoint/model.safetensors")
-    for name, tensor in load_file(whole.out.path / "checkpoint/model.safetensors").items():
-        assert torch.allclose(found[name].float(), tensor.float(), rtol=2e-2, atol=2e-2), name
+    if optimizer == "adamw":  # element by element, so the layout changes nothing
+        assert losses(sharded.out.path) == losses(whole.out.path)
+        assert weights(sharded) == weights(whole)
+    else:  # products of matrices are summed in another order, in bf16
+        assert losses(sharded.out.path) == pytest.approx(losses(whole.out.path), rel=1e-3)
     parts = sorted((sharded.out.path / "checkpoints/step-00000009").glob("part-*"))
     assert len(parts) == 2
     assert [load_file(part)[f"fc.weight@{first}"].shape for part, first in zip(parts, (0, 32), strict=True)] == [
