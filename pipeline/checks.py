@@ -19,6 +19,8 @@ from stages.engine.args import check_engine
 from stages.publish.hub import check as check_publish
 from stages.target import TargetShape, known_shape
 from stages.tracking import check_tracking
+from stages.train.config import check_train
+from stages.train.warm_start import check_init
 
 GIB = 1 << 30
 
@@ -32,6 +34,8 @@ def check(config: PipelineConfig) -> None:
         shape = known_shape(config.target)
         check_draft(config.draft, shape)
         check_engine(config.engine)
+        check_train(config.train)
+        check_init(config.train)
         check_prompts(config.datagen, shape.vocab_size)
         check_publish(config.publish)
         check_tracking(config.tracking)
@@ -145,11 +149,11 @@ def check_output(config: PipelineConfig, shape: TargetShape) -> None:
 def disk_bytes(config: PipelineConfig, shape: TargetShape) -> int:
     """What a run leaves on disk at most: training checkpoints, three copies of the draft, a margin.
 
-    Checkpoints hold fp32 weights and two Adam moments of what is trained (12 bytes a parameter); one
-    more than is kept exists while it is written. Drafts are bf16.
+    Checkpoints hold fp32 weights and two Adam moments of what is trained (12 bytes a parameter); beside
+    the newest there are the best one and one that is being written. Drafts are bf16.
     """
     parameters = draft_parameters(config, shape)
-    return (config.train.keep_checkpoints + 1) * 12 * parameters + 3 * 2 * parameters + GIB
+    return (config.train.keep_checkpoints + 2) * 12 * parameters + 3 * 2 * parameters + GIB
 
 
 def draft_parameters(config: PipelineConfig, shape: TargetShape) -> int:

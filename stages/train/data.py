@@ -73,10 +73,9 @@ class Order:
         first = step % self.steps_per_epoch * self.batch_sequences
         return permutation[first : first + self.batch_sequences]
 
-    @property
-    def visits(self) -> int:
-        """Sequences of all steps together; a sequence counts once an epoch."""
-        whole, rest = divmod(self.total_steps, self.steps_per_epoch) if self.num_sequences else (0, 0)
+    def visits(self, steps: int) -> int:
+        """Sequences of the first `steps` steps together; a sequence counts once an epoch."""
+        whole, rest = divmod(steps, self.steps_per_epoch) if self.num_sequences else (0, 0)
         return whole * self.num_sequences + rest * self.batch_sequences
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stages.train.checkpoint import Saved
 from stages.train.config import TrainConfig
 
 # Elements of one all-reduce: 256 MiB of fp32. Fixed, so that sums run in the same order after a resume;
@@ -83,13 +84,20 @@ class Optimizer:
             for key, value in state.items()
         }
 
-    def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take the state that `tensors` gave, in its own dtypes."""
+    def load(self, saved: Saved) -> None:
+        """Take the state of a checkpoint, whoever wrote it. Raises ValueError when some is missing."""
         by_name = {name: parameter for parameter, name in self._names.items()}
         owner = {p: o for o, _ in self._parts for group in o.param_groups for p in group["params"]}
-        for label, value in tensors.items():
+        labels = sorted(name for name in saved.names if "|" in name)
+        if missing := by_name.keys() - {label.split("|")[0] for label in labels} if labels else set():
+            raise ValueError(f"{saved.path}: {min(missing)}: expected its optimizer state, found none")
+        for label in labels:
             name, key = label.split("|")
+            if name not in by_name:
+                raise ValueError(f"{saved.path}: {label}: expected state of a trained parameter, found another's")
             parameter = by_name[name]
-            # Adam's step count stays on the CPU, as torch keeps it.
-            device = value.device if key == "step" else parameter.device
-            owner[parameter].state[parameter][key] = value.to(device).clone()
+            if key == "step":  # Adam's; it stays on the CPU, as torch keeps it
+                owner[parameter].state[parameter][key] = saved.scalar(label)
+            else:
+                owner[parameter].state[parameter][key] = value = torch.empty_like(parameter, requires_grad=False)
+                saved.fill(label, value)

@@ -17,11 +17,12 @@ from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.layout import object_bytes
 from stages.hidden_states.pool import extractor_pool, open_reader
 from stages.hidden_states.reader import misfit
-from stages.target import Target
-from stages.train.config import TrainConfig
+from stages.target import Target, local_folder
+from stages.train.config import STOP, TrainConfig, check_train
 from stages.train.data import Order, usable
 from stages.train.fit import RAY, fit
-from stages.train.loop import CHECKPOINTS, RESULT, TrainJob
+from stages.train.job import CHECKPOINTS, RESULT, STOPPED, TrainJob
+from stages.train.warm_start import check_init
 
 EXTRACTORS = "extractors"
 
@@ -40,11 +41,15 @@ def run(
 
     Resumes from the newest complete checkpoint in `out.path`. Raises ValueError, naming the key, for
     a config that cannot work, before any process starts; TrainError, HiddenStatesError or Ray's own
-    error when training ends early.
+    error when training ends early, TrainStopped when it was asked to.
     """
+    check_train(config)
+    check_init(config)
     # Ray Train's workers run in another directory.
     out = replace(out, final=out.final.absolute())
     target, corpus = Target(target.path.absolute(), target.record), Corpus(corpus.path.absolute(), corpus.record)
+    if config.init_from is not None and (folder := local_folder(config.init_from)):
+        config = replace(config, init_from=str(folder))
     check_draft(draft, target.shape)
     data = usable(corpus.sequences("train"), config.max_sequence_tokens)
     validation = usable(corpus.sequences("validation"), config.max_sequence_tokens)
@@ -58,6 +63,11 @@ def run(
     if not data.sequences:
         raise ValueError(
             f"{corpus.path}: no training sequence has two supervised tokens in a row ({data.counts}); check the masks"
+        )
+    if config.early_stopping_validations is not None and not validation.sequences:
+        raise ValueError(
+            f"train.early_stopping_validations={config.early_stopping_validations}: {corpus.path} has no validation "
+            "sequences to judge by; set it to null, or datagen.validation_share above 0"
         )
 
     out.path.mkdir(parents=True, exist_ok=True)
@@ -86,7 +96,11 @@ def run(
         **told["counts"],
     }
     return out.commit(
-        Draft, counts=counts, metrics=told["metrics"], facts=facts, drop=[CHECKPOINTS, RAY, EXTRACTORS, RESULT]
+        Draft,
+        counts=counts,
+        metrics=told["metrics"],
+        facts=facts,
+        drop=[CHECKPOINTS, RAY, EXTRACTORS, RESULT, STOP, STOPPED],
     )
 
 
