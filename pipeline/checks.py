@@ -157,10 +157,12 @@ def disk_bytes(config: PipelineConfig, shape: TargetShape) -> int:
     """What a run leaves on disk at most: training checkpoints, three copies of the draft, a margin.
 
     Checkpoints hold fp32 weights and two Adam moments of what is trained (12 bytes a parameter); one
-    more than is kept exists while it is written. Drafts are bf16.
+    more than is kept exists while it is written. Drafts are bf16, but a reduced vocabulary's rows of the
+    LM head may be fp32.
     """
-    parameters = draft_parameters(config, shape)
-    return (config.train.keep_checkpoints + 1) * 12 * parameters + 3 * 2 * parameters + GIB
+    parameters, rows = draft_parameters(config, shape), config.draft.vocab_size or 0
+    drafts = 3 * (2 * parameters + 4 * rows * shape.hidden_size)
+    return (config.train.keep_checkpoints + 1) * 12 * parameters + drafts + GIB
 
 
 def draft_parameters(config: PipelineConfig, shape: TargetShape) -> int:
@@ -170,6 +172,6 @@ def draft_parameters(config: PipelineConfig, shape: TargetShape) -> int:
         width * d.head_dim * (d.num_heads + 2 * d.num_kv_heads) + d.num_heads * d.head_dim * width + 2 * d.head_dim
     )
     layer = attention + 3 * width * d.intermediate_size + 2 * width
-    markov = 2 * shape.vocab_size * d.markov_rank
+    markov = (shape.vocab_size + (d.vocab_size or shape.vocab_size)) * d.markov_rank
     confidence = (width + d.markov_rank * d.confidence_with_markov + 1) if d.confidence_head else 0
     return d.num_layers * layer + len(d.aux_layer_ids) * width * width + 2 * width + markov + confidence

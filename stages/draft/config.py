@@ -21,6 +21,8 @@ class DraftConfig:
     sample_from_anchor: bool = True
     aux_layer_ids: tuple[int, ...] = ()  # target layers whose states are injected; supervision adds the final one
     mask_token_id: int | None = None  # must be set: a token that never occurs in text
+    # Tokens that can be drafted, the ones the target writes most often in the training data; None: all of the target's.
+    vocab_size: int | None = None
     markov_rank: int = 256  # of the vanilla Markov head, the only variant that vLLM serves
     confidence_head: bool = True
     confidence_with_markov: bool = True
@@ -45,6 +47,11 @@ def check_draft(config: DraftConfig, shape: TargetShape) -> None:
             config.mask_token_id is None or 0 <= config.mask_token_id < shape.vocab_size,
             f"draft.mask_token_id={config.mask_token_id}: expected 0 to {shape.vocab_size - 1}, the rows of the "
             "target's embedding",
+        ),
+        (
+            config.vocab_size is None or 1 <= config.vocab_size < shape.vocab_size,
+            f"draft.vocab_size={config.vocab_size}: expected 1 to {shape.vocab_size - 1}, or null to draft all of the "
+            f"target's {shape.vocab_size} tokens",
         ),
         (
             bool(ids) and list(ids) == sorted(set(ids)) and ids[0] >= 1 and ids[-1] < shape.num_layers,

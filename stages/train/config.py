@@ -29,6 +29,10 @@ class TrainConfig:
     l1_weight: float = 0.9
     confidence_weight: float = 1.0
     detach_confidence: bool = False
+    # Conventions of the loss: the paper's by default, those of speculators 0.9 second.
+    ce_label: Literal["data", "target"] = "data"  # CE of the data token, or of the target's likeliest one
+    target_support: Literal["full", "draft"] = "full"  # the target's distribution, or given draft.vocab_size's tokens
+    denominator: Literal["weights", "labels"] = "weights"  # of all terms: the sum of the weights, or their number
     seed: int = 0
     validate_every_steps: int = 100
     checkpoint_every_steps: int = resource(100)

@@ -8,9 +8,10 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,7 +20,7 @@ from stages.corpus import Corpus, TokenSequence
 from stages.draft.checkpoint import WEIGHTS, export_draft
 from stages.draft.config import DraftConfig
 from stages.draft.loss import LossWeights, metrics
-from stages.draft.model import build_draft, trainable
+from stages.draft.model import build_draft, shared_head, trainable
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.wire import HiddenBatch, HiddenStatesReader, check_set_aside
 from stages.target import Target, load_head
@@ -51,6 +52,7 @@ class TrainJob:
     corpus: Corpus
     out: Workspace
     max_set_aside_share: float = HiddenStatesConfig.max_set_aside_share
+    vocab_W: np.ndarray | None = None  # ids of the draft's vocabulary, when it is reduced
 
 
 def train(job: TrainJob, open_reader: Callable[[], HiddenStatesReader], device: torch.device) -> None:
@@ -72,17 +74,21 @@ class Worker:
         config, target = job.config, job.target
         self.job, self.config, self.reader = job, config, reader
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        model = build_draft(job.draft, target.shape, target.folder, verifier=target.model, seed=config.seed)
+        model = build_draft(
+            job.draft, target.shape, target.folder, verifier=target.model, seed=config.seed, vocab_W=job.vocab_W
+        )
         model = model.to(device).train()
         self.parameters = trainable(model)
-        head = replace(
-            load_head(target.folder),
-            embed_VD=model.embed_tokens.weight,
-            norm_D=model.verifier_norm.weight,
-            lm_head_VD=model.lm_head.weight,
-        )
+        head = shared_head(model, load_head(target.folder))
         weights = LossWeights(
-            config.ce_weight, config.l1_weight, config.confidence_weight, config.decay_gamma, config.detach_confidence
+            config.ce_weight,
+            config.l1_weight,
+            config.confidence_weight,
+            config.decay_gamma,
+            config.detach_confidence,
+            config.ce_label,
+            config.target_support,
+            config.denominator,
         )
         self.learner = Learner(model, head, weights, config.anchors_per_sequence, device)
         self.gradients = Gradients(self.parameters)

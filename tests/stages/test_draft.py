@@ -80,7 +80,7 @@ def test_forward_equals_speculators(config: DraftConfig, target: Path, monkeypat
 
     ours = block_forward(model, batch, anchors)
     torch.testing.assert_close(ours.hidden_ABD, hidden)
-    torch.testing.assert_close(ours.logits_ABV, logits.view(len(anchors), config.block_size, -1)[:, skip:] + bias)
+    torch.testing.assert_close(ours.logits_ABW, logits.view(len(anchors), config.block_size, -1)[:, skip:] + bias)
     torch.testing.assert_close(ours.confidence_AB, model.confidence_head(features))
     # the target's answer for prediction j is its state at p+j
     states = batch.final_TD[block_positions(batch, anchors, predictions)]
@@ -95,7 +95,7 @@ def test_packing_changes_nothing(target: Path) -> None:
     together = block_forward(model, batch, torch.tensor([5, 25, 32]))
     alone = block_forward(model, batch.documents()[1], torch.tensor([5, 12]))
     assert batch.documents()[1].ids == ("s1",)
-    torch.testing.assert_close(together.logits_ABV[1:], alone.logits_ABV)
+    torch.testing.assert_close(together.logits_ABW[1:], alone.logits_ABW)
 
 
 def test_forward_ignores_everything_from_the_anchor_on(target: Path) -> None:
@@ -105,11 +105,11 @@ def test_forward_ignores_everything_from_the_anchor_on(target: Path) -> None:
     changed.aux_TLD[8:] = 7.0
     anchors = torch.tensor([8])
     assert torch.equal(
-        block_forward(model, batch, anchors).logits_ABV, block_forward(model, changed, anchors).logits_ABV
+        block_forward(model, batch, anchors).logits_ABW, block_forward(model, changed, anchors).logits_ABW
     )
     changed.aux_TLD[7] = 7.0
     assert not torch.equal(
-        block_forward(model, batch, anchors).logits_ABV, block_forward(model, changed, anchors).logits_ABV
+        block_forward(model, batch, anchors).logits_ABW, block_forward(model, changed, anchors).logits_ABW
     )
 
 
@@ -130,7 +130,7 @@ def test_drafting_step_by_step_equals_teacher_forcing_on_its_own_tokens(config: 
         ids = batch.input_ids_T.clone()
         ids[anchor + 1 : anchor + 1 + num_predictions(model)] = drafted.tokens_AB[row]
         forced = block_forward(model, replace(batch, input_ids_T=ids), anchors[row : row + 1])
-        probabilities, tokens = forced.logits_ABV[0].softmax(-1).max(-1)
+        probabilities, tokens = forced.logits_ABW[0].softmax(-1).max(-1)
         assert tokens.tolist() == drafted.tokens_AB[row].tolist()
         torch.testing.assert_close(probabilities, drafted.probabilities_AB[row])
         torch.testing.assert_close(forced.confidence_AB[0], drafted.confidence_logits_AB[row])
@@ -220,7 +220,7 @@ def test_export_is_read_back_by_us_and_by_speculators(target: Path, tmp_path: Pa
     batch, anchors = packed(target, random_sequences(1, 20)), torch.tensor([5, 10])
     ours = block_forward(loaded, batch, anchors)
     theirs.config.transformer_layer_config._attn_implementation = "sdpa"
-    assert torch.equal(ours.logits_ABV, block_forward(theirs.eval(), batch, anchors).logits_ABV)
+    assert torch.equal(ours.logits_ABW, block_forward(theirs.eval(), batch, anchors).logits_ABW)
     assert torch.equal(loaded.confidence_head.proj.weight, model.confidence_head.proj.weight)  # fp32 in the file
     positions = torch.arange(32)[None]
     for mine, other in zip(
@@ -253,7 +253,7 @@ def test_confidence_map_is_folded_once(target: Path, tmp_path: Path) -> None:
     before = block_forward(load_draft(tmp_path / "draft", target), batch, anchors)
     after = block_forward(load_draft(tmp_path / "scaled", target), batch, anchors)
     torch.testing.assert_close(after.confidence_AB, 0.5 * before.confidence_AB - 0.25)
-    assert torch.equal(after.logits_ABV, before.logits_ABV)
+    assert torch.equal(after.logits_ABW, before.logits_ABW)
 
     mark = json.loads((tmp_path / "scaled" / "config.json").read_text())["dspark_calibration"]
     assert mark == {"scale": 0.5, "shift": -0.25, "head_digest": head_digest(tmp_path / "scaled")}
