@@ -23,9 +23,9 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import nn
 from transformers import Qwen3Config
 
+from stages.draft.attention import NAMES, Attention, attention_mask
 from stages.draft.batch import PackedBatch
 from stages.draft.config import DraftConfig, check_draft
-from stages.draft.mask import block_mask
 from stages.draft.vocab import set_vocab, vocab_ids
 from stages.target import TargetHead, TargetShape, load_head
 
@@ -76,13 +76,13 @@ def speculators_config(
     )
 
 
-def construct(config: DSparkSpeculatorConfig) -> DSparkDraftModel:
+def construct(config: DSparkSpeculatorConfig, attention: Attention = "sdpa") -> DSparkDraftModel:
     """speculators' model in fp32 with random trainable and unset (NaN) frozen parameters.
 
     One parameter serves both as the draft's and as the verifier's LM head: they are the same rows of
     the target's, and the largest matrix of all unless the vocabulary is reduced.
     """
-    config.transformer_layer_config._attn_implementation = "sdpa"  # speculators' default needs a GPU
+    config.transformer_layer_config._attn_implementation = NAMES[attention]
     model = DSparkDraftModel(config)
     model.verifier_lm_head.weight = model.lm_head.weight
     return model
@@ -175,7 +175,7 @@ def block_positions(batch: PackedBatch, anchors_A: torch.Tensor, size: int) -> t
 def backbone(model: DSparkDraftModel, batch: PackedBatch, anchors_A: torch.Tensor) -> torch.Tensor:
     """Normed hidden states [A, B, D] of all blocks in one pass, before any head.
 
-    `anchors_A` are packed indices (int64). The dtype is that of the model's parameters.
+    `anchors_A` are packed indices (int64, ascending). The dtype is that of the model's parameters.
     """
     num_anchors, slots = len(anchors_A), int(model.block_size)
     tokens_AS = torch.full((num_anchors, slots), model.mask_token_id, device=anchors_A.device)
@@ -187,14 +187,20 @@ def backbone(model: DSparkDraftModel, batch: PackedBatch, anchors_A: torch.Tenso
     positions_Q = (batch.positions_T[anchors_A][:, None] + slots_S).view(-1)
     rotary = model.rotary_emb(hidden_1QD, torch.cat([batch.positions_T, positions_Q])[None])
     window = model.sliding_window if model.uses_sliding_window_attn else None
-    mask_QK = block_mask(
-        batch.documents_T, batch.positions_T, anchors_A, slots, sliding_window=window, causal=window is not None
+    mask = attention_mask(
+        model.config.transformer_layer_config._attn_implementation,
+        batch.documents_T,
+        batch.positions_T,
+        anchors_A,
+        slots,
+        sliding_window=window,
+        causal=window is not None,
     )
     for layer in model.layers:
         hidden_1QD = layer(
             hidden_states=hidden_1QD,
             target_hidden=context_1TD,
-            attention_mask=mask_QK[None, None],
+            attention_mask=mask,
             position_embeddings=rotary,
             use_cache=False,
         )

@@ -14,6 +14,7 @@ from speculators import SpeculatorModel
 from speculators.models.dspark import DSparkDraftModel
 
 from stages.draft.anchors import label_mask, sample_anchors
+from stages.draft.attention import NAMES
 from stages.draft.checkpoint import (
     check_checkpoint,
     export_draft,
@@ -23,7 +24,7 @@ from stages.draft.checkpoint import (
     scale_confidence,
 )
 from stages.draft.config import DraftConfig, check_draft
-from stages.draft.mask import block_mask
+from stages.draft.mask import dense, visible
 from stages.draft.model import (
     block_forward,
     block_positions,
@@ -35,7 +36,16 @@ from stages.draft.model import (
 )
 from stages.draft.speculate import draft_blocks
 from stages.target import TargetShape
-from tests.stages.draft_helpers import DRAFT, FILL_IN, SHAPE, SLIDING, packed, random_sequences, write_target
+from tests.stages.draft_helpers import (
+    DRAFT,
+    FILL_IN,
+    SHAPE,
+    SLIDING,
+    as_speculators,
+    packed,
+    random_sequences,
+    write_target,
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +72,16 @@ def test_forward_equals_speculators(config: DraftConfig, target: Path, monkeypat
         "speculators.models.dflash.core.select_anchors",
         lambda *_: (anchors, torch.ones(len(anchors), dtype=torch.bool)),
     )
-    hidden, logits, targets, _, _ = model._backbone_forward(
-        batch.aux_TLD.flatten(1)[None],
-        batch.input_ids_T[None],
-        batch.loss_mask_T[None].float(),
-        batch.final_TD[None],
-        batch.documents_T[None],
-        batch.positions_T[None],
-        max_anchors=len(anchors),
-    )
+    with as_speculators(model):
+        hidden, logits, targets, _, _ = model._backbone_forward(
+            batch.aux_TLD.flatten(1)[None],
+            batch.input_ids_T[None],
+            batch.loss_mask_T[None].float(),
+            batch.final_TD[None],
+            batch.documents_T[None],
+            batch.positions_T[None],
+            max_anchors=len(anchors),
+        )
     skip = 0 if config.sample_from_anchor else 1
     predictions = num_predictions(model)
     hidden = hidden.view(len(anchors), config.block_size, -1)[:, skip:]
@@ -113,12 +124,17 @@ def test_forward_ignores_everything_from_the_anchor_on(target: Path) -> None:
     )
 
 
+def by_hand_mask(documents: torch.Tensor, positions: torch.Tensor, **options: object) -> torch.Tensor:
+    allowed = visible(documents, positions, torch.tensor([4]), 3, **options)
+    return dense(allowed, 3, 8, documents.device)
+
+
 def test_mask_by_hand() -> None:
     documents, positions = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, 1, 0, 1, 2])
-    full = block_mask(documents, positions, torch.tensor([4]), 3, sliding_window=None, causal=False)
+    full = by_hand_mask(documents, positions, sliding_window=None, causal=False)
     assert full.int().tolist() == [[0, 0, 1, 1, 0, 1, 1, 1]] * 3
     # anchor at position 2, window 2: slot k sees positions k+1 and k+2 only
-    sliding = block_mask(documents, positions, torch.tensor([4]), 3, sliding_window=2, causal=True)
+    sliding = by_hand_mask(documents, positions, sliding_window=2, causal=True)
     assert sliding.int().tolist() == [[0, 0, 0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 1, 1]]
 
 
@@ -219,7 +235,7 @@ def test_export_is_read_back_by_us_and_by_speculators(target: Path, tmp_path: Pa
     theirs = SpeculatorModel.from_pretrained(str(tmp_path / "draft"), dtype=torch.float32)
     batch, anchors = packed(target, random_sequences(1, 20)), torch.tensor([5, 10])
     ours = block_forward(loaded, batch, anchors)
-    theirs.config.transformer_layer_config._attn_implementation = "sdpa"
+    theirs.config.transformer_layer_config._attn_implementation = NAMES["sdpa"]
     assert torch.equal(ours.logits_ABW, block_forward(theirs.eval(), batch, anchors).logits_ABW)
     assert torch.equal(loaded.confidence_head.proj.weight, model.confidence_head.proj.weight)  # fp32 in the file
     positions = torch.arange(32)[None]

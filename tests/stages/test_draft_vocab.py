@@ -15,6 +15,7 @@ from speculators.models.dspark import DSparkDraftModel
 
 from stages.corpus import TokenSequence
 from stages.draft.anchors import label_mask
+from stages.draft.attention import NAMES
 from stages.draft.batch import PackedBatch
 from stages.draft.checkpoint import check_checkpoint, export_draft, load_draft
 from stages.draft.loss import LossSums, LossWeights, draft_loss
@@ -188,7 +189,7 @@ def test_export_holds_what_vllm_and_speculators_read(target: Path, tmp_path: Pat
 
     ours, theirs = load_draft(folder, target), SpeculatorModel.from_pretrained(str(folder), dtype=torch.float32).eval()
     assert torch.equal(theirs.verifier_lm_head.weight, ours.lm_head.weight)
-    theirs.config.transformer_layer_config._attn_implementation = "sdpa"
+    theirs.config.transformer_layer_config._attn_implementation = NAMES["sdpa"]
     batch, anchors = packed(target, random_sequences(1, 20)), torch.tensor([5, 10])
     logits = block_forward(ours, batch, anchors).logits_ABW
     assert torch.equal(logits, block_forward(theirs, batch, anchors).logits_ABW)
