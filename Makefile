@@ -10,7 +10,7 @@ TORCH := torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
 
-.PHONY: help run test test-fast lint ui install lock clean
+.PHONY: help run test test-fast bench-train lint ui install lock clean
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
@@ -22,6 +22,9 @@ test: install ## everything the tests cover, real engines included
 
 test-fast: install ## only tests that start no engine
 	$(BIN)/python -m pytest -m "not e2e and not gpu" $(ARGS)
+
+bench-train: install ## a training step against speculators' own: tokens/s, memory, loss
+	$(BIN)/python -m benchmarks.train $(ARGS)
 
 lint: install ## ruff, mypy, import directions
 	$(BIN)/ruff check .

@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -37,7 +36,7 @@ import torch
 import torch.distributed as dist
 from speculators.losses import resolve_loss_config
 from speculators.losses.eager import tv_loss
-from speculators.models.dspark import DSparkDraftModel
+from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 from transformers import get_cosine_schedule_with_warmup
 
 from stages.corpus import TokenSequence
@@ -92,12 +91,13 @@ class Problem:
         chosen = np.sort(rng.permutation(SHAPE.vocab_size)[: DRAFT.vocab_size])
         return cls(tuple(batches), head, torch.from_numpy(chosen))
 
-    def model(self) -> DSparkDraftModel:
+    def model(self, make: Callable[[DSparkSpeculatorConfig], DSparkDraftModel]) -> DSparkDraftModel:
         """A new draft, always with the same weights."""
         torch.manual_seed(0)
-        model = construct(speculators_config(DRAFT, SHAPE, verifier=None, architectures=[]))
+        model = make(speculators_config(DRAFT, SHAPE, verifier=None, architectures=[]))
         set_vocab(model, self.ids_W)
         fill_frozen(model, self.head)
+        model.verifier_lm_head.weight.data.copy_(model.lm_head.weight)
         return model.train()
 
 
@@ -110,8 +110,9 @@ def whole_block_anchors(loss_mask_T: np.ndarray, limit: int, *, key: tuple[int |
 
 def ours(problem: Problem, weights: LossWeights) -> Step:
     """A step as `stages.train.loop` takes it."""
-    model = problem.model()
-    learner = Learner(model, shared_head(model, problem.head), weights, ANCHORS, torch.device("cpu"))
+    model = problem.model(construct)
+    head = shared_head(model, problem.head)
+    learner = Learner(model, head, weights, ANCHORS, CONFIG.micro_batch_tokens, torch.device("cpu"))
     parameters = trainable(model)
     gradients, optimizer = Gradients(parameters), Optimizer(parameters, CONFIG)
     sequences = [batch.sequences[0] for batch in problem.batches]
@@ -133,8 +134,12 @@ def ours(problem: Problem, weights: LossWeights) -> Step:
 
 def speculators(problem: Problem, attention: str) -> Step:
     """A step as speculators' `Trainer.train_epoch` takes it, but for what needs an accelerator."""
-    with patch("stages.draft.model.ATTENTION", attention):
-        model = problem.model()
+
+    def construct_theirs(config: DSparkSpeculatorConfig) -> DSparkDraftModel:
+        config.transformer_layer_config._attn_implementation = attention
+        return DSparkDraftModel(config)
+
+    model = problem.model(construct_theirs)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=CONFIG.lr, weight_decay=CONFIG.weight_decay)
     scheduler = get_cosine_schedule_with_warmup(optimizer, 0, TOTAL_STEPS)
     sequences = tuple(batch.sequences[0] for batch in problem.batches)
@@ -234,7 +239,9 @@ def memory(kind: Kind) -> dict[str, int]:
         before_bytes = pages * os.sysconf("SC_PAGE_SIZE")
         for _ in range(3):
             step()
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # not getrusage's: a child's starts from what its parent had
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak_bytes = int(status["VmHWM"].split()[0]) * 1024
     return {"peak_bytes": peak_bytes, "added_by_steps_bytes": peak_bytes - before_bytes}
 
 

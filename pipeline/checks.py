@@ -13,6 +13,7 @@ from pathlib import Path
 from pipeline.config import ConfigError, PipelineConfig
 from stages.datagen.prompts import check as check_prompts
 from stages.draft.config import check_draft
+from stages.draft.memory import count_parameters
 from stages.engine.args import check_engine
 from stages.publish.hub import check as check_publish
 from stages.target import TargetShape, known_shape
@@ -105,6 +106,8 @@ def check_sizes(config: PipelineConfig) -> None:
             "needs 0; or set draft.confidence_head=false draft.confidence_with_markov=false"
         )
     train = config.train
+    if train.attention == "flex" and not train.gpus_per_worker:
+        raise ConfigError("train.attention=flex: torch has no backward pass of it on a CPU; set train.attention=sdpa")
     if train.batch_sequences < train.num_workers:
         raise ConfigError(
             f"train.batch_sequences={train.batch_sequences}: expected at least one for each of "
@@ -167,11 +170,4 @@ def disk_bytes(config: PipelineConfig, shape: TargetShape) -> int:
 
 def draft_parameters(config: PipelineConfig, shape: TargetShape) -> int:
     """Trained parameters of the draft: all but the target's frozen embedding and LM head."""
-    d, width = config.draft, shape.hidden_size
-    attention = (
-        width * d.head_dim * (d.num_heads + 2 * d.num_kv_heads) + d.num_heads * d.head_dim * width + 2 * d.head_dim
-    )
-    layer = attention + 3 * width * d.intermediate_size + 2 * width
-    markov = (shape.vocab_size + (d.vocab_size or shape.vocab_size)) * d.markov_rank
-    confidence = (width + d.markov_rank * d.confidence_with_markov + 1) if d.confidence_head else 0
-    return d.num_layers * layer + len(d.aux_layer_ids) * width * width + 2 * width + markov + confidence
+    return count_parameters(config.draft, shape).trainable

@@ -15,76 +15,59 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from speculators.models.attention import create_float_mask  # registers `simple_flex_attention`
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers.modeling_utils import AttentionInterface
 
-from stages.draft.mask import dense, visible
+from stages.draft.mask import Blocks
 
 Attention = Literal["sdpa", "flex", "eager"]
-NAMES: dict[Attention, str] = {"sdpa": "dspark_documents", "flex": "simple_flex_attention", "eager": "eager"}
+NAMES: dict[Attention, str] = {"sdpa": "dspark_documents", "flex": "dspark_flex", "eager": "eager"}
 
 
 @dataclass(frozen=True)
-class DocumentMask:
-    """One document of a packed batch: where its queries and its context lie, and what sees what."""
+class DocumentMasks:
+    """The documents of a packed batch: how much context and how many queries each has, and what sees what."""
 
-    queries: slice
-    context: slice
-    allowed_QK: torch.Tensor  # bool, keys are this document's context, then its blocks
+    context: list[int]
+    queries: list[int]  # 0 for a document without anchors
+    added_QK: list[torch.Tensor]  # to the scores of one document, 0 or -inf; keys are its context, then its blocks
 
 
-def attention_mask(
-    attention: str,
-    documents_T: torch.Tensor,
-    positions_T: torch.Tensor,
-    anchors_A: torch.Tensor,
-    slots: int,
-    *,
-    sliding_window: int | None,
-    causal: bool,
-) -> Any:
-    """The mask that the function registered as `attention` (a value of NAMES) takes.
-
-    Documents and anchors must come in ascending order.
-    """
-    options = {"sliding_window": sliding_window, "causal": causal}
-    num_context, num_queries, device = len(documents_T), len(anchors_A) * slots, anchors_A.device
+def attention_mask(attention: str, blocks: Blocks, dtype: torch.dtype) -> Any:
+    """The mask that the function registered as `attention` (a value of NAMES) takes, for scores of `dtype`."""
     if attention == NAMES["sdpa"]:
-        return _document_masks(documents_T, positions_T, anchors_A, slots, options)
-    allowed = visible(documents_T, positions_T, anchors_A, slots, **options)
+        parts = blocks.by_document()
+        return DocumentMasks(
+            [len(part.documents_T) for part in parts],
+            [part.num_queries for part in parts],
+            [_added(part, dtype) for part in parts],
+        )
     if attention == NAMES["eager"]:
-        return create_float_mask(allowed, None, None, num_queries, num_context + num_queries, device, torch.float32)
-    build: Callable[..., Any] = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
-    return build(allowed, None, None, num_queries, num_context + num_queries, device=device)
+        return _added(blocks, dtype)[None, None]
+    device = blocks.anchors_A.device
+    build = _fast(create_block_mask, device)
+    return build(blocks.allowed, None, None, blocks.num_queries, blocks.num_keys, device=device)
 
 
-def _document_masks(
-    documents_T: torch.Tensor, positions_T: torch.Tensor, anchors_A: torch.Tensor, slots: int, options: dict[str, Any]
-) -> tuple[DocumentMask, ...]:
-    of_anchor_A = documents_T[anchors_A]
-    documents = of_anchor_A.unique_consecutive()
-    # on a GPU one wait for all of them
-    edges = torch.stack(
-        [
-            torch.searchsorted(documents_T, documents),
-            torch.searchsorted(documents_T, documents, right=True),
-            torch.searchsorted(of_anchor_A, documents),
-            torch.searchsorted(of_anchor_A, documents, right=True),
-        ],
-        dim=1,
-    ).tolist()
-    masks = []
-    for start, end, first, last in edges:
-        anchors, size = anchors_A[first:last] - start, (last - first) * slots
-        allowed = visible(documents_T[start:end], positions_T[start:end], anchors, slots, **options)
-        allowed_QK = dense(allowed, size, end - start + size, anchors_A.device)
-        masks.append(DocumentMask(slice(first * slots, last * slots), slice(start, end), allowed_QK))
-    return tuple(masks)
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def _fast(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """On a GPU compiled: as they are, both functions of flex attention make whole tensors [Q, K]."""
+    return _compiled(function) if device.type == "cuda" else function
+
+
+def _added(blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:
+    """What to add to scores; from a bool mask torch would make the same again in every layer."""
+    allowed_QK = blocks.dense()
+    return torch.zeros(allowed_QK.shape, dtype=dtype, device=allowed_QK.device).masked_fill_(~allowed_QK, -torch.inf)
 
 
 def attend_by_document(
@@ -92,19 +75,40 @@ def attend_by_document(
     query_1HQE: torch.Tensor,
     key_1GKE: torch.Tensor,
     value_1GKE: torch.Tensor,
-    attention_mask: tuple[DocumentMask, ...],
+    attention_mask: DocumentMasks,
     scaling: float,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention output [1, Q, H, E] (and None, as transformers' interface has it)."""
-    num_context = key_1GKE.shape[2] - query_1HQE.shape[2]
+    masks = attention_mask
+    queries = query_1HQE.split(masks.queries, dim=2)
+    # one split each: the gradient of many slices would be as many tensors of the whole size
+    keys, values = (x.split([*masks.context, *masks.queries], dim=2) for x in (key_1GKE, value_1GKE))
     parts = []
-    for mask in attention_mask:
-        blocks = slice(num_context + mask.queries.start, num_context + mask.queries.stop)
-        key, value = (torch.cat([x[:, :, mask.context], x[:, :, blocks]], dim=2) for x in (key_1GKE, value_1GKE))
-        query = query_1HQE[:, :, mask.queries]
-        parts.append(F.scaled_dot_product_attention(query, key, value, mask.allowed_QK, scale=scaling, enable_gqa=True))
+    for i, added_QK in enumerate(masks.added_QK):
+        if masks.queries[i]:
+            blocks = i + len(masks.context)
+            key, value = (torch.cat([x[i], x[blocks]], dim=2) for x in (keys, values))
+            parts.append(
+                F.scaled_dot_product_attention(queries[i], key, value, added_QK, scale=scaling, enable_gqa=True)
+            )
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
 
+def attend_flex(
+    module: torch.nn.Module,
+    query_1HQE: torch.Tensor,
+    key_1GKE: torch.Tensor,
+    value_1GKE: torch.Tensor,
+    attention_mask: BlockMask,
+    scaling: float,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """As `attend_by_document`, in one kernel. On a CPU torch has no backward pass of it."""
+    attend = _fast(flex_attention, query_1HQE.device)
+    output = attend(query_1HQE, key_1GKE, value_1GKE, block_mask=attention_mask, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2), None
+
+
 AttentionInterface.register(NAMES["sdpa"], attend_by_document)
+AttentionInterface.register(NAMES["flex"], attend_flex)

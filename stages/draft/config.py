@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from stages.draft.rope import rope_problem
 from stages.target import TargetShape
 
 
@@ -29,6 +31,8 @@ class DraftConfig:
     sliding_window: int | None = None  # None: full attention over the context
     causal: bool = False  # inside a block; vLLM serves causal blocks only with a sliding window
     rope_theta: float = 1_000_000.0
+    # Scaled positions: `rope_parameters` as in a Hugging Face config, without rope_theta; empty: not scaled.
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
     max_positions: int = 40_960
     rms_norm_eps: float = 1e-6
 
@@ -36,6 +40,7 @@ class DraftConfig:
 def check_draft(config: DraftConfig, shape: TargetShape) -> None:
     """Raise ValueError, naming the key, when such a draft of such a target could not be trained and served."""
     ids = config.aux_layer_ids
+    rope = rope_problem(config)
     proposed = config.block_size if config.sample_from_anchor else config.block_size - 1
     checks = (
         (
@@ -77,6 +82,7 @@ def check_draft(config: DraftConfig, shape: TargetShape) -> None:
             f"draft.causal={config.causal} with draft.sliding_window={config.sliding_window}: vLLM serves blocks of "
             "speculators checkpoints causal with a sliding window and bidirectional without; set both or neither",
         ),
+        (rope is None, str(rope)),
     )
     for good, problem in checks:
         if not good:

@@ -26,6 +26,8 @@ from transformers import Qwen3Config
 from stages.draft.attention import NAMES, Attention, attention_mask
 from stages.draft.batch import PackedBatch
 from stages.draft.config import DraftConfig, check_draft
+from stages.draft.mask import Blocks
+from stages.draft.rope import rope_parameters
 from stages.draft.vocab import set_vocab, vocab_ids
 from stages.target import TargetHead, TargetShape, load_head
 
@@ -48,7 +50,7 @@ def speculators_config(
         head_dim=config.head_dim,
         max_position_embeddings=config.max_positions,
         rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        rope_parameters=rope_parameters(config),
         use_sliding_window=sliding,
         sliding_window=config.sliding_window,
         layer_types=["sliding_attention" if sliding else "full_attention"] * config.num_layers,
@@ -76,16 +78,21 @@ def speculators_config(
     )
 
 
-def construct(config: DSparkSpeculatorConfig, attention: Attention = "sdpa") -> DSparkDraftModel:
+def construct(config: DSparkSpeculatorConfig) -> DSparkDraftModel:
     """speculators' model in fp32 with random trainable and unset (NaN) frozen parameters.
 
     One parameter serves both as the draft's and as the verifier's LM head: they are the same rows of
     the target's, and the largest matrix of all unless the vocabulary is reduced.
     """
-    config.transformer_layer_config._attn_implementation = NAMES[attention]
+    config.transformer_layer_config._attn_implementation = NAMES["sdpa"]
     model = DSparkDraftModel(config)
     model.verifier_lm_head.weight = model.lm_head.weight
     return model
+
+
+def use_attention(model: DSparkDraftModel, attention: Attention) -> None:
+    """Let the layers attend in another of the ways of `attention.py`."""
+    model.config.transformer_layer_config._attn_implementation = NAMES[attention]
 
 
 def fill_frozen(model: DSparkDraftModel, head: TargetHead) -> None:
@@ -187,15 +194,8 @@ def backbone(model: DSparkDraftModel, batch: PackedBatch, anchors_A: torch.Tenso
     positions_Q = (batch.positions_T[anchors_A][:, None] + slots_S).view(-1)
     rotary = model.rotary_emb(hidden_1QD, torch.cat([batch.positions_T, positions_Q])[None])
     window = model.sliding_window if model.uses_sliding_window_attn else None
-    mask = attention_mask(
-        model.config.transformer_layer_config._attn_implementation,
-        batch.documents_T,
-        batch.positions_T,
-        anchors_A,
-        slots,
-        sliding_window=window,
-        causal=window is not None,
-    )
+    blocks = Blocks(batch.documents_T, batch.positions_T, anchors_A, slots, window, causal=window is not None)
+    mask = attention_mask(model.config.transformer_layer_config._attn_implementation, blocks, hidden_1QD.dtype)
     for layer in model.layers:
         hidden_1QD = layer(
             hidden_states=hidden_1QD,

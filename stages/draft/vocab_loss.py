@@ -22,8 +22,11 @@ import torch.nn.functional as F
 
 from stages.target import TargetHead
 
-# Logits of the wider of both vocabularies in a piece: 16 MiB in fp32, and two or three such tensors at a time.
-PIECE_LOGITS = 1 << 22
+# Logits of the wider of both vocabularies in a piece: 64 MiB in fp32, and two such tensors at a time. Smaller
+# pieces read the LM heads more often.
+PIECE_LOGITS = 1 << 24
+# On a CPU what follows the matrix products goes by blocks of rows that stay in its cache (1 MiB in fp32).
+BLOCK_LOGITS = 1 << 18
 OUTSIDE = -1  # column of a token that the draft's vocabulary does not have
 
 
@@ -68,16 +71,20 @@ class VocabHead:
 
     def answers(self, states_UD: torch.Tensor) -> Answers:
         """The target's answers from its final states."""
-        if self.renormalised and self.ids_W is not None:
-            logits_UW = F.linear(self.target.normed(states_UD), self.draft_WD.float())
-        else:
-            logits_UW = self.target.logits(states_UD)
-        best_U = logits_UW.argmax(dim=-1)
-        if self.ids_W is None or self.renormalised:
-            return Answers(logits_UW.softmax(dim=-1), torch.zeros_like(best_U, dtype=torch.float), best_U)
-        total_U1 = logits_UW.logsumexp(dim=-1, keepdim=True)
-        inside_UW = (logits_UW[:, self.ids_W] - total_U1).exp_()
-        return Answers(inside_UW, (1.0 - inside_UW.sum(dim=-1)).clamp(min=0.0), self.columns(best_U))
+        renormalised = self.renormalised and self.ids_W is not None
+        head_XD = self.draft_WD.float() if renormalised else self.target.lm_head_VD.float()
+        inside_W = None if renormalised else self.ids_W
+        logits_UX = self.target.normed(states_UD) @ head_XD.T
+        best_U = torch.empty(len(logits_UX), dtype=torch.long, device=logits_UX.device)
+        found_UW = logits_UX if inside_W is None else logits_UX.new_empty(len(logits_UX), len(inside_W))
+        for rows in _blocks(logits_UX):
+            logits_PX = logits_UX[rows]
+            top_P, best_U[rows] = logits_PX.max(dim=-1)
+            weights_PX = logits_PX.sub_(top_P[:, None]).exp_()
+            total_P1 = weights_PX.sum(dim=-1, keepdim=True)
+            found_UW[rows] = (weights_PX if inside_W is None else weights_PX[:, inside_W]).div_(total_P1)
+        outside_U = torch.zeros_like(best_U, dtype=torch.float) if inside_W is None else 1.0 - found_UW.sum(dim=-1)
+        return Answers(found_UW, outside_U.clamp(min=0.0), best_U if renormalised else self.columns(best_U))
 
 
 @dataclass(frozen=True)
@@ -138,12 +145,15 @@ class _VocabLoss(torch.autograd.Function):
         data_N = head.columns(labels.data_N)
         width = len(head.draft_WD if head.renormalised else head.target.lm_head_VD)
         for rows, positions in _pieces(labels, max(1, PIECE_LOGITS // width)):
-            answers = head.answers(labels.states_UD[positions]).at(labels.row_N[rows] - positions.start)
-            logits_PW = F.linear(embedded_NR[rows], markov_WR).addmm_(hidden_ND[rows], head.draft_WD.T)
-            part, slope_PW = prediction_terms(logits_PW.float(), answers, data_N[rows], labels.weights_N[rows], factors)
-            parts.append(part)
+            answers, row_P = head.answers(labels.states_UD[positions]), labels.row_N[rows] - positions.start
+            logits_PW = F.linear(embedded_NR[rows], markov_WR).addmm_(hidden_ND[rows], head.draft_WD.T).float()
+            data_P, weights_P = data_N[rows], labels.weights_N[rows]
+            parts += [
+                prediction_terms(logits_PW[x], answers.at(row_P[x]), data_P[x], weights_P[x], factors)
+                for x in _blocks(logits_PW)
+            ]
             if moved:
-                slope_PW = slope_PW.to(hidden_ND.dtype)
+                slope_PW = logits_PW.to(hidden_ND.dtype)
                 grads[0][rows] = slope_PW @ head.draft_WD
                 grads[1][rows] = slope_PW @ markov_WR
                 grads[2].addmm_(slope_PW.T, embedded_NR[rows])
@@ -165,12 +175,11 @@ def prediction_terms(
     data_P: torch.Tensor,
     weights_P: torch.Tensor,
     factors: Factors,
-) -> tuple[Terms, torch.Tensor]:
-    """Terms of each row, and the gradient [P, W] of `vocab_loss` with respect to its logits.
+) -> Terms:
+    """Terms of each row; `logits_PW` (fp32) becomes the gradient of `vocab_loss` with respect to it.
 
-    `data_P` are columns. Overwrites `logits_PW` (fp32), which becomes the gradient. A label
-    outside the draft's vocabulary has no CE: the draft cannot say it, and L1 already asks it to spread
-    its mass as the target does on what it can say.
+    `data_P` are columns. A label outside the draft's vocabulary has no CE: the draft cannot say it, and L1
+    already asks it to spread its mass as the target does on what it can say.
     """
     label_P = data_P if factors.label_is_data else answers.best_U
     inside_P, at_P1 = label_P != OUTSIDE, label_P.clamp(min=0)[:, None]
@@ -189,7 +198,14 @@ def prediction_terms(
     mean_sign_P = torch.bmm(draft_PW[:, None], sign_PW[:, :, None])[:, 0, 0]
     slope_PW = sign_PW.mul_(l1_slope_P[:, None]).add_((ce_slope_P - l1_slope_P * mean_sign_P)[:, None]).mul_(draft_PW)
     slope_PW.scatter_add_(-1, at_P1, -ce_slope_P[:, None])
-    return Terms(ce_P, l1_P, guess_P, answers.best_U, data_P), slope_PW
+    return Terms(ce_P, l1_P, guess_P, answers.best_U, data_P)
+
+
+def _blocks(logits_PW: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows to be computed one after the other."""
+    rows, width = logits_PW.shape
+    size = max(1, BLOCK_LOGITS // width) if logits_PW.device.type == "cpu" else max(1, rows)
+    return (slice(start, start + size) for start in range(0, rows, size))
 
 
 def _pieces(labels: Labels, size: int) -> Iterator[tuple[slice, slice]]:

@@ -17,6 +17,8 @@ class TrainConfig:
     batch_sequences: int = 512  # over all ranks
     max_sequence_tokens: int = 4096
     anchors_per_sequence: int = 512
+    micro_batch_tokens: int = 8192  # most tokens of several sequences in one pass; a longer one goes alone
+    attention: Literal["sdpa", "flex", "eager"] = "sdpa"  # see stages/draft/attention.py; flex trains on GPUs only
     lr: float = 6e-4
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_share: float = 0.04

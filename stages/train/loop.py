@@ -20,7 +20,7 @@ from stages.corpus import Corpus, TokenSequence
 from stages.draft.checkpoint import WEIGHTS, export_draft
 from stages.draft.config import DraftConfig
 from stages.draft.loss import LossWeights, metrics
-from stages.draft.model import build_draft, shared_head, trainable
+from stages.draft.model import build_draft, shared_head, trainable, use_attention
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.wire import HiddenBatch, HiddenStatesReader, check_set_aside
 from stages.target import Target, load_head
@@ -77,6 +77,7 @@ class Worker:
         model = build_draft(
             job.draft, target.shape, target.folder, verifier=target.model, seed=config.seed, vocab_W=job.vocab_W
         )
+        use_attention(model, config.attention)
         model = model.to(device).train()
         self.parameters = trainable(model)
         head = shared_head(model, load_head(target.folder))
@@ -90,7 +91,7 @@ class Worker:
             config.target_support,
             config.denominator,
         )
-        self.learner = Learner(model, head, weights, config.anchors_per_sequence, device)
+        self.learner = Learner(model, head, weights, config.anchors_per_sequence, config.micro_batch_tokens, device)
         self.gradients = Gradients(self.parameters)
         self.optimizer = Optimizer(self.parameters, config)
         self.sequences = usable(job.corpus.sequences("train"), config.max_sequence_tokens).sequences

@@ -66,7 +66,7 @@ def block_loss(
     flat = labels_AB.flatten().nonzero()[:, 0]
     factors = Factors(weights.ce, weights.l1, weights.ce_label == "data")
     target = target_ABW.flatten(0, 1)[flat]
-    terms, _ = prediction_terms(
+    terms = prediction_terms(
         logits_ABW.flatten(0, 1)[flat].clone(),
         Answers(target, 1 - target.sum(-1), target.argmax(-1)),
         data_AB.flatten()[flat],
