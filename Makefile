@@ -10,7 +10,7 @@ TORCH := torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
 
-.PHONY: help run test test-fast test-soak lint ui install lock clean
+.PHONY: help run test test-fast test-soak bench-train lint ui install lock clean
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
@@ -25,6 +25,9 @@ test-fast: install ## only tests that start no engine
 
 test-soak: install ## only tests that break things at random moments, for minutes
 	$(BIN)/python -m pytest -m soak $(ARGS)
+
+bench-train: install ## a training step against speculators' own: tokens/s, memory, loss
+	$(BIN)/python -m benchmarks.train $(ARGS)
 
 lint: install ## ruff, mypy, import directions
 	$(BIN)/ruff check .

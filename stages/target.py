@@ -100,11 +100,15 @@ class TargetHead:
     lm_head_VD: torch.Tensor
     norm_eps: float
 
-    def logits(self, states_TD: torch.Tensor) -> torch.Tensor:
-        """fp32 logits [T, V] of pre-norm final-layer states [T, D]."""
+    def normed(self, states_TD: torch.Tensor) -> torch.Tensor:
+        """fp32 states [T, D] after the final norm, of those before it."""
         states_TD = states_TD.float()
         scale_T1 = (states_TD.pow(2).mean(-1, keepdim=True) + self.norm_eps).rsqrt()
-        return (states_TD * scale_T1 * self.norm_D.float()) @ self.lm_head_VD.float().T
+        return states_TD * scale_T1 * self.norm_D.float()
+
+    def logits(self, states_TD: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [T, V] of pre-norm final-layer states [T, D]."""
+        return self.normed(states_TD) @ self.lm_head_VD.float().T
 
 
 def known_shape(config: TargetConfig) -> TargetShape:

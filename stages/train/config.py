@@ -21,6 +21,8 @@ class TrainConfig:
     batch_sequences: int = 512
     max_sequence_tokens: int = 4096
     anchors_per_sequence: int = 512
+    micro_batch_tokens: int = 8192  # most tokens of several sequences in one pass; a longer one goes alone
+    attention: Literal["sdpa", "flex", "eager"] = "sdpa"  # see stages/draft/attention.py; flex trains on GPUs only
     lr: float = 6e-4
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_share: float = 0.04
@@ -33,6 +35,10 @@ class TrainConfig:
     l1_weight: float = 0.9
     confidence_weight: float = 1.0
     detach_confidence: bool = False
+    # Conventions of the loss: the paper's by default, those of speculators 0.9 second.
+    ce_label: Literal["data", "target"] = "data"  # CE of the data token, or of the target's likeliest one
+    target_support: Literal["full", "draft"] = "full"  # the target's distribution, or given draft.vocab_size's tokens
+    denominator: Literal["weights", "labels"] = "weights"  # of all terms: the sum of the weights, or their number
     seed: int = 0
     # Matrix products of the layers and the LM head; weights, gradients, optimizer state and loss are fp32 always.
     precision: Literal["float32", "bfloat16"] = "float32"

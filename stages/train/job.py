@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from stages.artifacts import Workspace
 from stages.corpus import Corpus
 from stages.draft.config import DraftConfig
@@ -33,3 +35,4 @@ class TrainJob:
     corpus: Corpus
     out: Workspace
     max_set_aside_share: float = HiddenStatesConfig.max_set_aside_share
+    vocab_W: np.ndarray | None = None  # ids of the draft's vocabulary, when it is reduced

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from stages.artifacts import remove
 from stages.corpus import TokenSequence
 from stages.draft.checkpoint import export_draft
 from stages.draft.loss import LossWeights, metrics
-from stages.draft.model import build_draft, trainable
+from stages.draft.model import build_draft, shared_head, trainable, use_attention
 from stages.hidden_states.wire import HiddenBatch, HiddenStatesReader, check_set_aside
 from stages.target import load_head
 from stages.train import checkpoint
@@ -59,7 +58,9 @@ class Worker:
         config, target = job.config, job.target
         self.job, self.config, self.reader = job, config, reader
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        model = build_draft(job.draft, target.shape, target.folder, verifier=target.model, seed=config.seed)
+        model = build_draft(
+            job.draft, target.shape, target.folder, verifier=target.model, seed=config.seed, vocab_W=job.vocab_W
+        )
         self.warm_start = warm_start(model, trainable(model), config)
         model = model.to(device).train()
         for parameter in trainable(model).values():
@@ -229,13 +230,15 @@ class Worker:
 def _learner(job: TrainJob, model: DSparkDraftModel, device: torch.device) -> Learner:
     """The draft and its loss; both sides of the loss share the target's frozen parts."""
     config = job.config
-    head = replace(
-        load_head(job.target.folder),
-        embed_VD=model.embed_tokens.weight,
-        norm_D=model.verifier_norm.weight,
-        lm_head_VD=model.lm_head.weight,
-    )
+    head = shared_head(model, load_head(job.target.folder))
     weights = LossWeights(
-        config.ce_weight, config.l1_weight, config.confidence_weight, config.decay_gamma, config.detach_confidence
+        config.ce_weight,
+        config.l1_weight,
+        config.confidence_weight,
+        config.decay_gamma,
+        config.detach_confidence,
+        config.ce_label,
+        config.target_support,
+        config.denominator,
     )
-    return Learner(model, head, weights, config.anchors_per_sequence, device)
+    return Learner(model, head, weights, config.anchors_per_sequence, config.micro_batch_tokens, device)

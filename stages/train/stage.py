@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from stages.artifacts import Workspace
 from stages.corpus import Corpus, TokenSequence
 from stages.draft.artifact import Draft
 from stages.draft.config import DraftConfig, check_draft
+from stages.draft.vocab import choose_vocab, vocab_digest
 from stages.engine.config import EngineConfig
+from stages.engine.serving import stop_token_ids
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.layout import object_bytes
 from stages.hidden_states.pool import extractor_pool, open_reader
@@ -25,6 +29,7 @@ from stages.train.job import CHECKPOINTS, RESULT, STOPPED, TrainJob
 from stages.train.warm_start import check_init
 
 EXTRACTORS = "extractors"
+VOCAB = "draft_vocab.npy"
 
 
 def run(
@@ -71,6 +76,7 @@ def run(
         )
 
     out.path.mkdir(parents=True, exist_ok=True)
+    vocab_W = None if draft.vocab_size is None else _vocab(draft.vocab_size, data.sequences, target, out)
     result = out.path / RESULT
     if not result.exists():  # a run that was stopped between training and this line need not train again
         work = out.path / EXTRACTORS
@@ -80,7 +86,7 @@ def run(
         ).total_steps
         out.events.progress("train", 0, steps, "step", "starting extractors")
         with extractor_pool(target, layer_ids, engine, hidden_states, work=work) as pool:
-            job = TrainJob(config, draft, target, corpus, out, hidden_states.max_set_aside_share)
+            job = TrainJob(config, draft, target, corpus, out, hidden_states.max_set_aside_share, vocab_W)
             fit(job, partial(open_reader, pool.endpoint, hidden_states))
     told = json.loads(result.read_text(encoding="utf-8"))
     facts = {
@@ -88,6 +94,7 @@ def run(
         "mask_token_id": draft.mask_token_id,
         "block_size": draft.block_size,
         "verifier": target.model,
+        "draft_vocab": None if vocab_W is None else {"size": len(vocab_W), "sha256": vocab_digest(vocab_W)},
         **told["facts"],
     }
     counts = {
@@ -100,7 +107,7 @@ def run(
         counts=counts,
         metrics=told["metrics"],
         facts=facts,
-        drop=[CHECKPOINTS, RAY, EXTRACTORS, RESULT, STOP, STOPPED],
+        drop=[CHECKPOINTS, RAY, EXTRACTORS, RESULT, VOCAB, STOP, STOPPED],
     )
 
 
@@ -127,3 +134,14 @@ def _check_sequences(
                 f"draft.mask_token_id={draft.mask_token_id}: sequence {sequence.id} contains it; "
                 "choose a token that never occurs"
             )
+
+
+def _vocab(size: int, sequences: Sequence[TokenSequence], target: Target, out: Workspace) -> np.ndarray:
+    """Ids of the draft's vocabulary; chosen once and kept, so that a resumed run drafts the same tokens."""
+    path = out.path / VOCAB
+    if not path.exists():
+        required = stop_token_ids(target.folder)
+        beside = path.with_name(f"partial.{VOCAB}")
+        np.save(beside, choose_vocab(sequences, size, target_size=target.shape.vocab_size, required=required))
+        beside.replace(path)
+    return np.asarray(np.load(path))
