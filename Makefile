@@ -10,7 +10,7 @@ TORCH := torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
 
-.PHONY: help run test test-fast test-soak bench-train lint ui install lock clean
+.PHONY: help run test test-fast test-soak bench-train bench-quality lint ui install lock clean
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
@@ -28,6 +28,9 @@ test-soak: install ## only tests that break things at random moments, for minute
 
 bench-train: install ## a training step against speculators' own: tokens/s, memory, loss
 	$(BIN)/python -m benchmarks.train $(ARGS)
+
+bench-quality: install ## drafts of both losses from one corpus, served: ARGS="conf=smollm2 target.path=DIR"
+	$(BIN)/python -m benchmarks.quality $(ARGS)
 
 lint: install ## ruff, mypy, import directions
 	$(BIN)/ruff check .

@@ -39,18 +39,17 @@ from speculators.losses.eager import tv_loss
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 from transformers import get_cosine_schedule_with_warmup
 
+from benchmarks.own import stepper
 from stages.corpus import TokenSequence
 from stages.draft.anchors import sample_anchors
 from stages.draft.batch import PackedBatch
 from stages.draft.config import DraftConfig
 from stages.draft.loss import LossWeights, metrics
-from stages.draft.model import construct, fill_frozen, shared_head, speculators_config, trainable
+from stages.draft.model import construct, fill_frozen, speculators_config
 from stages.draft.vocab import set_vocab
 from stages.hidden_states.wire import HiddenBatch
 from stages.target import TargetHead, TargetShape
 from stages.train.config import TrainConfig
-from stages.train.optimizer import Gradients, Optimizer
-from stages.train.step import Learner, run_pass
 
 THREADS, SEQUENCES, LENGTH, PROMPT, ANCHORS = 2, 4, 235, 107, 12  # anchors of a sequence
 SHAPE = TargetShape(num_layers=30, hidden_size=576, vocab_size=49152, max_positions=8192)
@@ -110,22 +109,13 @@ def whole_block_anchors(loss_mask_T: np.ndarray, limit: int, *, key: tuple[int |
 
 def ours(problem: Problem, weights: LossWeights) -> Step:
     """A step as `stages.train.loop` takes it."""
-    model = problem.model(construct)
-    head = shared_head(model, problem.head)
-    learner = Learner(model, head, weights, ANCHORS, CONFIG.micro_batch_tokens, torch.device("cpu"))
-    parameters = trainable(model)
-    gradients, optimizer = Gradients(parameters), Optimizer(parameters, CONFIG)
-    sequences = [batch.sequences[0] for batch in problem.batches]
+    own = stepper(problem.model(construct), problem.head, weights, CONFIG, torch.device("cpu"))
     done = 0
 
     def step() -> float:
         nonlocal done
-        gradients.clear()
         with patch("stages.train.step.sample_anchors", whole_block_anchors):
-            taken = run_pass(learner, iter(problem.batches), sequences, (0, done), backward=True)
-        norm = gradients.reduce(float(taken.sums.weight))
-        gradients.clip(norm, CONFIG.clip_norm)
-        optimizer.step(1.0)
+            taken = own(problem.batches, done)
         done += 1
         return metrics(taken.sums, weights)["loss"]
 

@@ -88,8 +88,6 @@ def check_sizes(config: PipelineConfig) -> None:
         raise ConfigError("train.ce_weight=0 with train.l1_weight=0: expected one above 0, or nothing is learnt")
     if calibrate.temperature_min == calibrate.temperature_max:
         raise ConfigError(f"calibrate.temperature_min={calibrate.temperature_min}: expected less than temperature_max")
-    if train.attention == "flex" and not train.gpus_per_worker:
-        raise ConfigError("train.attention=flex: torch has no backward pass of it on a CPU; set train.attention=sdpa")
     if train.batch_sequences < train.num_workers:
         raise ConfigError(
             f"train.batch_sequences={train.batch_sequences}: expected at least one for each of "

@@ -22,11 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers.modeling_utils import AttentionInterface
+from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 
 from stages.draft.mask import Blocks
 
 Attention = Literal["sdpa", "flex", "eager"]
-NAMES: dict[Attention, str] = {"sdpa": "dspark_documents", "flex": "dspark_flex", "eager": "eager"}
+NAMES: dict[Attention, str] = {"sdpa": "dspark_documents", "flex": "dspark_flex", "eager": "dspark_dense"}
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin [1, K, R] of the first R dimensions of a head
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,17 @@ def attention_mask(attention: str, blocks: Blocks, dtype: torch.dtype) -> Any:
         return _added(blocks, dtype)[None, None]
     device = blocks.anchors_A.device
     build = _fast(create_block_mask, device)
-    return build(blocks.allowed, None, None, blocks.num_queries, blocks.num_keys, device=device)
+
+    def allowed(_batch: object, _head: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return blocks.allowed(query, key)  # a method would be taken for a function of five arguments
+
+    return build(allowed, None, None, blocks.num_queries, blocks.num_keys, device=device)
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+    compiled: Callable[..., Any] = torch.compile(function)
+    return compiled
 
 
 def _fast(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -70,6 +77,36 @@ def _added(blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(allowed_QK.shape, dtype=dtype, device=allowed_QK.device).masked_fill_(~allowed_QK, -torch.inf)
 
 
+def rotate_part(query_1HQE: torch.Tensor, key_1GKE: torch.Tensor, rotary: Rotary | None) -> Rotary:
+    """Queries (the last Q positions) and keys with the first dimensions rotated; as they are without `rotary`."""
+    if rotary is None:
+        return query_1HQE, key_1GKE
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        cos, sin = (table[:, None, -x.shape[2] :] for table in rotary)
+        turned, kept = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+        first, second = turned.chunk(2, dim=-1)
+        return torch.cat([turned * cos + torch.cat([-second, first], dim=-1) * sin, kept], dim=-1)
+
+    return rotated(query_1HQE), rotated(key_1GKE)
+
+
+def attend_dense(
+    module: torch.nn.Module,
+    query_1HQE: torch.Tensor,
+    key_1GKE: torch.Tensor,
+    value_1GKE: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    part_rotary: Rotary | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention output [1, Q, H, E] (and None, as transformers' interface has it)."""
+    query_1HQE, key_1GKE = rotate_part(query_1HQE, key_1GKE, part_rotary)
+    output = eager_attention_forward(module, query_1HQE, key_1GKE, value_1GKE, attention_mask, scaling)[0]
+    return output, None
+
+
 def attend_by_document(
     module: torch.nn.Module,
     query_1HQE: torch.Tensor,
@@ -77,10 +114,12 @@ def attend_by_document(
     value_1GKE: torch.Tensor,
     attention_mask: DocumentMasks,
     scaling: float,
+    part_rotary: Rotary | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention output [1, Q, H, E] (and None, as transformers' interface has it)."""
+    """As `attend_dense`, with one product for every document."""
     masks = attention_mask
+    query_1HQE, key_1GKE = rotate_part(query_1HQE, key_1GKE, part_rotary)
     queries = query_1HQE.split(masks.queries, dim=2)
     # one split each: the gradient of many slices would be as many tensors of the whole size
     keys, values = (x.split([*masks.context, *masks.queries], dim=2) for x in (key_1GKE, value_1GKE))
@@ -102,13 +141,19 @@ def attend_flex(
     value_1GKE: torch.Tensor,
     attention_mask: BlockMask,
     scaling: float,
+    part_rotary: Rotary | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """As `attend_by_document`, in one kernel. On a CPU torch has no backward pass of it."""
-    attend = _fast(flex_attention, query_1HQE.device)
+    """As `attend_dense`, in one kernel. On a CPU torch has no backward pass of it."""
+    query_1HQE, key_1GKE = rotate_part(query_1HQE, key_1GKE, part_rotary)
+    # autocast leaves it alone: norms gave fp32, the values' projection did not
+    query_1HQE, key_1GKE = query_1HQE.to(value_1GKE), key_1GKE.to(value_1GKE)
+    # inside a compiled layer it is compiled with it
+    attend: Any = flex_attention if torch.compiler.is_compiling() else _fast(flex_attention, query_1HQE.device)
     output = attend(query_1HQE, key_1GKE, value_1GKE, block_mask=attention_mask, scale=scaling, enable_gqa=True)
     return output.transpose(1, 2), None
 
 
 AttentionInterface.register(NAMES["sdpa"], attend_by_document)
 AttentionInterface.register(NAMES["flex"], attend_flex)
+AttentionInterface.register(NAMES["eager"], attend_dense)

@@ -5,7 +5,8 @@ absolute folder the draft was trained against (a release gets a name instead, se
 ignores it when the draft is given next to its target; our loader ignores it always and takes the
 target's folder as an argument, so files may move.
 `model.safetensors` holds what was trained: embedding, LM head and final norm are the target's own. With a
-reduced vocabulary vLLM and speculators also want its rows of the LM head and its tables, `t2d` and `d2t`.
+reduced vocabulary vLLM and speculators also want its rows of the LM head and its tables, `t2d` and `d2t`;
+the digest of its ids is in the file's metadata.
 Weights are bf16; the confidence head stays fp32, as vLLM computes it, so that a folded map is exact, and
 the rows of the LM head keep every bit of the target's.
 """
@@ -25,7 +26,7 @@ from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 
 from stages.artifacts import remove, write_json
 from stages.draft.model import FROZEN, construct, fill_frozen, trainable
-from stages.draft.vocab import set_vocab
+from stages.draft.vocab import set_vocab, vocab_digest
 from stages.target import load_head
 
 CONFIG = "config.json"
@@ -34,6 +35,7 @@ CALIBRATION_KEY = "dspark_calibration"
 HEAD_PREFIX = "confidence_head."
 HEAD_WEIGHT, HEAD_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 LM_HEAD, TARGET_TO_DRAFT, DRAFT_TO_TARGET = "lm_head.weight", "t2d", "d2t"  # of a reduced vocabulary
+VOCAB_DIGEST = "draft_vocab_sha256"
 
 
 def export_draft(model: DSparkDraftModel, folder: Path) -> None:
@@ -71,7 +73,8 @@ def check_checkpoint(folder: Path) -> None:
             told = "; ".join(f"{name}: expected {expected.get(name)}, found {found.get(name)}" for name in odd[:3])
             raise ValueError(f"{folder / WEIGHTS}: {len(odd)} tensors differ from {CONFIG} ({told}); export it again")
         if model.use_draft_vocab:
-            _check_vocab(file.get_tensor(TARGET_TO_DRAFT), file.get_tensor(DRAFT_TO_TARGET), folder)
+            digest = (file.metadata() or {}).get(VOCAB_DIGEST)
+            _check_vocab(file.get_tensor(TARGET_TO_DRAFT), file.get_tensor(DRAFT_TO_TARGET), digest, folder)
         for name in found:
             if not file.get_tensor(name).isfinite().all():
                 raise ValueError(f"{folder / WEIGHTS}: {name} holds values that are not finite; it cannot be served")
@@ -89,7 +92,7 @@ def load_draft(folder: Path, target_folder: Path) -> DSparkDraftModel:
     tensors = load_file(folder / WEIGHTS)
     if model.use_draft_vocab:
         del tensors[TARGET_TO_DRAFT]
-        set_vocab(model, tensors.pop(DRAFT_TO_TARGET) + torch.arange(config.draft_vocab_size))
+        set_vocab(model, _ids(tensors.pop(DRAFT_TO_TARGET)))
     fill_frozen(model, load_head(target_folder))
     if model.use_draft_vocab and not torch.equal(tensors.pop(LM_HEAD).float(), model.lm_head.weight):
         raise ValueError(
@@ -156,10 +159,19 @@ def _stored(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if name == LM_HEAD and not torch.equal(rounded.float(), tensor) else rounded
 
 
-def _check_vocab(t2d_V: torch.Tensor, d2t_W: torch.Tensor, folder: Path) -> None:
-    """Raise ValueError unless both tables name the same tokens of the target in the same order."""
-    if not torch.equal(t2d_V.nonzero()[:, 0], d2t_W + torch.arange(len(d2t_W))):
+def _check_vocab(t2d_V: torch.Tensor, d2t_W: torch.Tensor, told: str | None, folder: Path) -> None:
+    """Raise ValueError unless both tables name the same tokens in the same order, those of the digest that is told."""
+    ids_W = _ids(d2t_W)
+    if not torch.equal(t2d_V.nonzero()[:, 0], ids_W):
         raise ValueError(f"{folder / WEIGHTS}: t2d and d2t name different tokens; export the draft again")
+    if told is not None and told != (found := vocab_digest(ids_W.numpy())):
+        raise ValueError(
+            f"{folder / WEIGHTS}: expected a vocabulary of digest {told}, found {found}; export the draft again"
+        )
+
+
+def _ids(d2t_W: torch.Tensor) -> torch.Tensor:
+    return d2t_W.cpu() + torch.arange(len(d2t_W))
 
 
 def _digest(head: dict[str, torch.Tensor], folder: Path) -> str:
@@ -188,6 +200,9 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor
     remove(beside)
     beside.mkdir(parents=True)
     write_json(beside / CONFIG, config)
-    save_file(tensors, beside / WEIGHTS, metadata={"format": "pt"})
+    metadata = {"format": "pt"}
+    if DRAFT_TO_TARGET in tensors:
+        metadata[VOCAB_DIGEST] = vocab_digest(_ids(tensors[DRAFT_TO_TARGET]).numpy())
+    save_file(tensors, beside / WEIGHTS, metadata=metadata)
     shutil.rmtree(folder, ignore_errors=True)
     beside.rename(folder)

@@ -31,7 +31,7 @@ class DraftConfig:
     sliding_window: int | None = None  # None: full attention over the context
     causal: bool = False  # inside a block; vLLM serves causal blocks only with a sliding window
     rope_theta: float = 1_000_000.0
-    # Scaled positions: `rope_parameters` as in a Hugging Face config, without rope_theta; empty: not scaled.
+    # As in a Hugging Face config: scaled positions, part of a head (stages/draft/rope.py); its rope_theta counts.
     rope_parameters: dict[str, Any] = field(default_factory=dict)
     max_positions: int = 40_960
     rms_norm_eps: float = 1e-6

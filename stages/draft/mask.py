@@ -35,8 +35,8 @@ class Blocks:
     def num_keys(self) -> int:
         return len(self.documents_T) + self.num_queries
 
-    def allowed(self, _batch: object, _head: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Whether a query may attend to a key, for indices that broadcast; the signature is flex attention's."""
+    def allowed(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Whether a query may attend to a key, for indices that broadcast."""
         num_context = len(self.documents_T)
         slot, anchor = query % self.slots, self.anchors_A[query // self.slots]
         context, other = key.clamp(max=num_context - 1), key - num_context
@@ -54,7 +54,7 @@ class Blocks:
         """The whole mask, bool [Q, K]."""
         device = self.anchors_A.device
         queries_Q, keys_K = (torch.arange(n, device=device) for n in (self.num_queries, self.num_keys))
-        return self.allowed(None, None, queries_Q[:, None], keys_K)
+        return self.allowed(queries_Q[:, None], keys_K)
 
     def by_document(self) -> list[Blocks]:
         """The same blocks with nothing but their own document; one entry per document."""

@@ -38,12 +38,12 @@ class Parameters:
 class MemoryPlan:
     """Bytes on one rank."""
 
-    weights: int  # trained, with their fp32 masters
+    weights: int  # trained, fp32
     frozen: int
     gradients: int
     optimizer: int
-    saved: int  # activations from the forward pass for the backward pass
-    working: int  # the widest moment on top of them: a piece of logits, or a sharded unit gathered
+    saved: int  # activations from the forward pass for the backward pass, half-precision copies of weights included
+    working: int  # the widest moment on top of them: a piece of logits, or a layer computed again
 
     @property
     def activations(self) -> int:
@@ -75,49 +75,65 @@ def plan_memory(
     shards: int = 1,
     optimizer: Literal["adamw", "muon"] = "adamw",
     documents: int = 0,
+    recompute: bool = False,
 ) -> MemoryPlan:
     """The plan of one rank for micro-batches of `tokens` and `anchors` in all.
 
-    `dtype_bytes`: of what the model computes in; below 4 the trained weights have fp32 masters besides,
-    and gradients and optimiser are always fp32. `shards`: ranks among which FSDP deals weights, gradients
-    and optimiser; the unit in use, and the one fetched ahead, are then whole. `documents`: number of
-    equally long ones for attention by document, which holds dense masks; 0 for flex attention.
+    `dtype_bytes`: of matrix products and of the frozen parts; trained weights, gradients and optimiser are
+    fp32 (`train.precision`). `shards`: ranks among which `train.sharding=fsdp` deals weights and optimiser;
+    during a step weights are whole as well, gradients always. `documents`: number of equally long ones for
+    attention by document, which holds dense masks; 0 for flex attention. `recompute`: layers run again in
+    the backward pass (`train.activation_checkpointing`).
     """
     count = count_parameters(config, shape)
     matrices = count.layers * (count.layer - 2 * shape.hidden_size - 2 * config.head_dim)
     moments = 2 * count.trainable - (matrices if optimizer == "muon" else 0)  # Muon has one, for matrices of layers
-    copies = FP32_BYTES + (dtype_bytes if dtype_bytes < FP32_BYTES and shards == 1 else 0)
+    layer, rest = _saved(config, shape, tokens, anchors * config.block_size, dtype_bytes, documents)
+    if dtype_bytes < FP32_BYTES:
+        layer += matrices // count.layers * dtype_bytes
+        rest += len(config.aux_layer_ids) * shape.hidden_size**2 * dtype_bytes
+    inputs = anchors * config.block_size * shape.hidden_size * FP32_BYTES  # of a layer that is run again
     return MemoryPlan(
-        weights=count.trainable * copies // shards,
-        frozen=_frozen(config, shape, count) * dtype_bytes // shards,
-        gradients=count.trainable * FP32_BYTES // shards,
+        weights=count.trainable * FP32_BYTES // shards + (count.trainable * FP32_BYTES if shards > 1 else 0),
+        frozen=_frozen_bytes(config, shape, dtype_bytes),
+        gradients=count.trainable * FP32_BYTES,
         optimizer=moments * FP32_BYTES // shards,
-        saved=_saved(config, shape, tokens, anchors * config.block_size, dtype_bytes, documents),
-        working=max(_loss_working(config, shape, anchors, dtype_bytes), _gathered(shape, count, shards) * dtype_bytes),
+        saved=rest + count.layers * (inputs if recompute else layer),
+        working=max(_loss_working(config, shape, anchors, dtype_bytes), layer if recompute else 0),
     )
 
 
-def _frozen(config: DraftConfig, shape: TargetShape, count: Parameters) -> int:
-    """With a reduced vocabulary the loss also needs the target's whole LM head (unless it is the embedding)."""
-    return count.frozen + (shape.vocab_size * shape.hidden_size if config.vocab_size is not None else 0)
+def _frozen_bytes(config: DraftConfig, shape: TargetShape, dtype_bytes: int) -> int:
+    """Embedding, LM head and norm. With a reduced vocabulary the loss needs the target's whole LM head (unless it is
+    the embedding), and the draft's rows of it keep all their bits, since they are exported."""
+    head = shape.vocab_size * dtype_bytes + (config.vocab_size or 0) * FP32_BYTES
+    return (shape.vocab_size * dtype_bytes + head + FP32_BYTES) * shape.hidden_size
 
 
-def _saved(config: DraftConfig, shape: TargetShape, tokens: int, queries: int, dtype_bytes: int, documents: int) -> int:
-    """What autograd keeps. Norms keep their inputs in fp32, whatever the model computes in."""
+def _saved(
+    config: DraftConfig, shape: TargetShape, tokens: int, queries: int, dtype_bytes: int, documents: int
+) -> tuple[int, int]:
+    """What autograd keeps of a layer, and of the rest.
+
+    Norms and the residual stream are fp32. In half precision every product keeps its own copy of what it reads:
+    of the context (keys and values), of the blocks' states (queries, keys, values, both of the MLP), of the masks.
+    """
     width, query_width = shape.hidden_size, config.num_heads * config.head_dim
     key_width, keys = config.num_kv_heads * config.head_dim, tokens + queries
     by_document = documents > 0  # keys, values and outputs are then copied
-    fp32 = queries * (2 * width + query_width + 2 * config.num_heads) + keys * (key_width + config.num_kv_heads)
-    other = queries * (4 * width + (3 + by_document) * query_width + 4 * config.intermediate_size)
-    other += keys * 3 * key_width
-    layers = config.num_layers * (fp32 * FP32_BYTES + other * dtype_bytes)
+    half = dtype_bytes < FP32_BYTES
+    scores = queries * keys // documents if by_document else 0
+    fp32 = queries * (4 * width + query_width + 2 * config.num_heads) + keys * (key_width + config.num_kv_heads)
+    other = queries * ((5 if half else 2) * width + (3 + by_document) * query_width + 4 * config.intermediate_size)
+    other += keys * 3 * key_width + (2 * tokens * width + scores if half else 0)
+    layer = fp32 * FP32_BYTES + other * dtype_bytes
     context = tokens * width * (FP32_BYTES + (len(config.aux_layer_ids) + 2) * dtype_bytes)
-    rotary = 2 * keys * config.head_dim * dtype_bytes
-    masks = queries * keys // documents * dtype_bytes if by_document else 0
+    rotary = 2 * keys * config.head_dim * FP32_BYTES
+    masks = 0 if half else scores * FP32_BYTES
     predictions = queries // config.block_size * config.num_speculative_tokens
     rank, draft_vocab = config.markov_rank, config.vocab_size or shape.vocab_size
-    ends = queries * width * (FP32_BYTES + dtype_bytes) + 2 * predictions * (width + rank) * dtype_bytes
-    return layers + context + rotary + masks + ends + draft_vocab * rank * dtype_bytes
+    ends = (2 * queries * width + 2 * predictions * (width + rank)) * FP32_BYTES
+    return layer, context + rotary + masks + ends + draft_vocab * rank * FP32_BYTES
 
 
 def _loss_working(config: DraftConfig, shape: TargetShape, anchors: int, dtype_bytes: int) -> int:
@@ -130,8 +146,3 @@ def _loss_working(config: DraftConfig, shape: TargetShape, anchors: int, dtype_b
         shape.vocab_size + (draft_vocab if config.vocab_size is not None else 0)
     )
     return logits * FP32_BYTES + 2 * predictions * shape.hidden_size * dtype_bytes
-
-
-def _gathered(shape: TargetShape, count: Parameters, shards: int) -> int:
-    """Weights of the two largest units that FSDP holds whole at a time: layers, or a matrix of the target's ends."""
-    return 2 * max(count.layer, shape.vocab_size * shape.hidden_size) if shards > 1 else 0

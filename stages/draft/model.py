@@ -12,6 +12,7 @@ V target vocabulary, W draft vocabulary (V when not reduced), L aux layers, R Ma
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import nn
 from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from stages.draft.attention import NAMES, Attention, attention_mask
 from stages.draft.batch import PackedBatch
@@ -86,8 +88,16 @@ def construct(config: DSparkSpeculatorConfig) -> DSparkDraftModel:
     """
     config.transformer_layer_config._attn_implementation = NAMES["sdpa"]
     model = DSparkDraftModel(config)
+    model.rotary_emb = _rotary_embedding(config.transformer_layer_config)
     model.verifier_lm_head.weight = model.lm_head.weight
     return model
+
+
+def _rotary_embedding(config: Qwen3Config) -> Qwen3RotaryEmbedding:
+    """Tables of the part of a head that is rotated: as wide as they are, they are those of a smaller head."""
+    part = deepcopy(config)
+    part.head_dim = int(config.head_dim * part.rope_parameters.pop("partial_rotary_factor", 1.0))
+    return Qwen3RotaryEmbedding(part)
 
 
 def use_attention(model: DSparkDraftModel, attention: Attention) -> None:
@@ -187,7 +197,7 @@ def backbone(model: DSparkDraftModel, batch: PackedBatch, anchors_A: torch.Tenso
     num_anchors, slots = len(anchors_A), int(model.block_size)
     tokens_AS = torch.full((num_anchors, slots), model.mask_token_id, device=anchors_A.device)
     tokens_AS[:, 0] = batch.input_ids_T[anchors_A]
-    hidden_1QD = model.embed_tokens(tokens_AS.view(1, -1))
+    hidden_1QD = model.embed_tokens(tokens_AS.view(1, -1)).to(model.fc.weight.dtype)
     context_1TD = model.hidden_norm(model.fc(batch.aux_TLD.flatten(1).to(model.fc.weight.dtype)))[None]
 
     slots_S = torch.arange(slots, device=anchors_A.device)
@@ -196,12 +206,17 @@ def backbone(model: DSparkDraftModel, batch: PackedBatch, anchors_A: torch.Tenso
     window = model.sliding_window if model.uses_sliding_window_attn else None
     blocks = Blocks(batch.documents_T, batch.positions_T, anchors_A, slots, window, causal=window is not None)
     mask = attention_mask(model.config.transformer_layer_config._attn_implementation, blocks, hidden_1QD.dtype)
+    part = None
+    if rotary[0].shape[-1] < model.config.transformer_layer_config.head_dim:
+        # speculators' layers rotate whole heads: they turn by nothing, and the attention rotates the part
+        part, rotary = rotary, (torch.ones_like(rotary[0][..., :1]), torch.zeros_like(rotary[1][..., :1]))
     for layer in model.layers:
         hidden_1QD = layer(
             hidden_states=hidden_1QD,
             target_hidden=context_1TD,
             attention_mask=mask,
             position_embeddings=rotary,
+            part_rotary=part,
             use_cache=False,
         )
     hidden_ASD = model.norm(hidden_1QD).view(num_anchors, slots, -1)

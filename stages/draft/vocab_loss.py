@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from stages.target import TargetHead
 
@@ -61,6 +60,20 @@ class VocabHead:
     ids_W: torch.Tensor | None  # int64, the target's ids of the draft's columns; None: they are the same
     renormalised: bool = False  # the target's distribution given that the token is in the draft's vocabulary
 
+    def product(
+        self, hidden_PD: torch.Tensor, head_XD: torch.Tensor, onto_PX: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """fp32 logits [P, X], multiplied in the dtype of the target's head and added to `onto_PX` in its place."""
+        dtype = self.target.lm_head_VD.dtype
+        hidden_PD, head_XD = hidden_PD.to(dtype), head_XD.to(dtype)
+        if dtype == torch.float:
+            return hidden_PD @ head_XD.T if onto_PX is None else onto_PX.addmm_(hidden_PD, head_XD.T)
+        if hidden_PD.is_cuda:  # it sums in fp32, so nothing need be rounded
+            logits_PX = torch.mm(hidden_PD, head_XD.T, out_dtype=torch.float)
+        else:
+            logits_PX = (hidden_PD @ head_XD.T).float()
+        return logits_PX if onto_PX is None else onto_PX.add_(logits_PX)
+
     def columns(self, ids: torch.Tensor) -> torch.Tensor:
         """Columns of the target's ids in the draft's vocabulary, or OUTSIDE."""
         if self.ids_W is None:
@@ -72,9 +85,10 @@ class VocabHead:
     def answers(self, states_UD: torch.Tensor) -> Answers:
         """The target's answers from its final states."""
         renormalised = self.renormalised and self.ids_W is not None
-        head_XD = self.draft_WD.float() if renormalised else self.target.lm_head_VD.float()
         inside_W = None if renormalised else self.ids_W
-        logits_UX = self.target.normed(states_UD) @ head_XD.T
+        logits_UX = self.product(
+            self.target.normed(states_UD), self.draft_WD if renormalised else self.target.lm_head_VD
+        )
         best_U = torch.empty(len(logits_UX), dtype=torch.long, device=logits_UX.device)
         found_UW = logits_UX if inside_W is None else logits_UX.new_empty(len(logits_UX), len(inside_W))
         for rows in _blocks(logits_UX):
@@ -146,17 +160,18 @@ class _VocabLoss(torch.autograd.Function):
         width = len(head.draft_WD if head.renormalised else head.target.lm_head_VD)
         for rows, positions in _pieces(labels, max(1, PIECE_LOGITS // width)):
             answers, row_P = head.answers(labels.states_UD[positions]), labels.row_N[rows] - positions.start
-            logits_PW = F.linear(embedded_NR[rows], markov_WR).addmm_(hidden_ND[rows], head.draft_WD.T).float()
+            logits_PW = head.product(embedded_NR[rows], markov_WR)
+            head.product(hidden_ND[rows], head.draft_WD, onto_PX=logits_PW)
             data_P, weights_P = data_N[rows], labels.weights_N[rows]
             parts += [
                 prediction_terms(logits_PW[x], answers.at(row_P[x]), data_P[x], weights_P[x], factors)
                 for x in _blocks(logits_PW)
             ]
             if moved:
-                slope_PW = logits_PW.to(hidden_ND.dtype)
-                grads[0][rows] = slope_PW @ head.draft_WD
-                grads[1][rows] = slope_PW @ markov_WR
-                grads[2].addmm_(slope_PW.T, embedded_NR[rows])
+                slope_PW = logits_PW.to(head.target.lm_head_VD.dtype)
+                grads[0][rows] = slope_PW @ head.draft_WD.to(slope_PW)
+                grads[1][rows] = slope_PW @ markov_WR.to(slope_PW)
+                grads[2].add_(slope_PW.T @ embedded_NR[rows].to(slope_PW))
         ctx.save_for_backward(*grads)
         terms = Terms.joined(parts)
         total = ((factors.ce * terms.ce_N + factors.l1 * terms.l1_N) * labels.weights_N).sum()

@@ -2,8 +2,8 @@
 
 Every rank writes a part: whole tensors, or rows of them under `<name>@<first row>`, so that any number of
 ranks reads what any other number wrote. Parts are written beside, synced, and shown by a rename;
-`state.json` is the last file and lists the sizes of the parts, so a folder without it, or with other
-sizes, is incomplete and never chosen.
+`state.json` is the last file and lists size and SHA-256 of every part, so a folder without it, or whose
+parts were cut or changed, is named and never chosen.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from stages.artifacts import remove, write_json
+from stages.artifacts import file_digest, remove, write_json
 
 logger = logging.getLogger(__name__)
 
 STATE = "state.json"
+SEAL = ".json"  # beside a part until all are written: its size and SHA-256, from whoever wrote it
 NAME = re.compile(r"step-(\d{8})")
 BESIDE = re.compile(r"\.step-\d{8}\.[0-9a-f]{8}")
 JUDGED = "val_acceptance_length"
@@ -49,6 +50,7 @@ class TrainState:
     best_step: int | None = None  # whose validation had the longest acceptance length
     best_values: dict[str, float] = field(default_factory=dict)  # what that validation measured
     validations_since_best: int = 0
+    vocab_sha256: str | None = None  # of a reduced draft vocabulary
 
     def judge(self, values: Mapping[str, float]) -> bool:
         """Take up a validation after `step`; whether its acceptance length beats all before.
@@ -87,12 +89,17 @@ def write_part(beside: Path, rank: int, world: int, rows: Tensors) -> None:
     path = beside / _part(rank, world)
     save_file({key: value.contiguous() for key, value in rows.items()}, path)
     _sync(path)
+    write_json(path.with_suffix(SEAL), [path.stat().st_size, file_digest(path)])
 
 
 def complete(beside: Path, final: Path, identity: str, world: int, state: Mapping[str, Any]) -> None:
     """Once all parts are written: add the state (`asdict` of a TrainState), and show the folder."""
-    sizes = {name: (beside / name).stat().st_size for name in (_part(rank, world) for rank in range(world))}
-    write_json(beside / STATE, {"identity": identity, "sizes_bytes": sizes, "state": state})
+    files = {}
+    for name in (_part(rank, world) for rank in range(world)):
+        seal = (beside / name).with_suffix(SEAL)
+        files[name] = json.loads(seal.read_text(encoding="utf-8"))
+        seal.unlink()
+    write_json(beside / STATE, {"identity": identity, "files": files, "state": state})
     _sync(beside)
     remove(final)
     beside.rename(final)
@@ -100,17 +107,18 @@ def complete(beside: Path, final: Path, identity: str, world: int, state: Mappin
 
 
 def newest(folder: Path, identity: str) -> Path | None:
-    """The newest complete checkpoint of the run `identity`; newer ones that are not are named in the log.
+    """The newest whole checkpoint of the run `identity`; newer ones that are not are named in the log.
 
-    One whose best predecessor is gone does not count: the weights to export would be missing in the end.
+    Every byte is read. One whose best predecessor is gone does not count: the weights to export would be
+    missing in the end.
     """
     for path in reversed(list(_checkpoints(folder))):
-        problem = _problem(path, identity)
+        problem = _problem(path, identity, contents=True)
         if problem is None:
             best = load_state(path).best_step
             if best is None or folder_name(best) == path.name:
                 return path
-            problem = _problem(folder / folder_name(best), identity)
+            problem = _problem(folder / folder_name(best), identity, contents=True)
             if problem is None:
                 return path
             problem = f"{folder_name(best)}, the best one so far, cannot be used: {problem}"
@@ -132,7 +140,7 @@ class Saved:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._index: dict[str, list[tuple[int, int | None, str]]] = {}  # name -> (first row, rows, file)
-        for name in json.loads((path / STATE).read_text(encoding="utf-8"))["sizes_bytes"]:
+        for name in json.loads((path / STATE).read_text(encoding="utf-8"))["files"]:
             with safe_open(path / name, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118
                     shape = file.get_slice(key).get_shape()
@@ -193,16 +201,18 @@ def _checkpoints(folder: Path) -> Iterator[Path]:
         yield from sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir())
 
 
-def _problem(path: Path, identity: str) -> str | None:
-    """Why a folder cannot be resumed from, or None."""
+def _problem(path: Path, identity: str, *, contents: bool = False) -> str | None:
+    """Why a folder cannot be resumed from, or None; with `contents` its parts are read as well."""
     try:
         told = json.loads((path / STATE).read_text(encoding="utf-8"))
         if told["identity"] != identity:
             return f"it belongs to run {told['identity']}, not {identity}"
-        for name, size in told["sizes_bytes"].items():
+        for name, (size, sha256) in told["files"].items():
             if (found := (path / name).stat().st_size) != size:
                 return f"{name} has {found} bytes, expected {size}"
-    except (OSError, ValueError, KeyError) as error:
+            if contents and file_digest(path / name) != sha256:
+                return f"{name} has other contents than were written"
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"it is incomplete ({error!r})"
     return None
 

@@ -63,15 +63,12 @@ class TrainConfig:
 
 def check_train(config: TrainConfig) -> None:
     """Raise ValueError, naming the key, when nothing could be trained like this."""
-    at_least = {
-        "max_nonfinite_steps": (config.max_nonfinite_steps, 0),
-        "grace_s": (config.grace_s, 0),
-        "early_stopping_validations": (config.early_stopping_validations, 1),
-    }
-    for key, (value, least) in at_least.items():
-        if value is not None and value < least:
-            raise ValueError(f"train.{key}={value}: expected at least {least}")
     if config.compile and not config.gpus_per_worker:
         raise ValueError(
             "train.compile=true: compiles for GPUs, found train.gpus_per_worker=0; set it to false, or train on GPUs"
+        )
+    if config.attention == "flex" and not config.gpus_per_worker:
+        raise ValueError(
+            "train.attention=flex: torch has no backward pass of it on a CPU, found train.gpus_per_worker=0; set it to "
+            "sdpa, or train on GPUs"
         )

@@ -18,15 +18,21 @@ class Usable:
 
     sequences: tuple[TokenSequence, ...]
     counts: dict[str, int]
+    masked: tuple[str, ...]  # ids of sequences that hold the mask token
 
 
-def usable(sequences: Sequence[TokenSequence], max_tokens: int) -> Usable:
-    """Cut to `max_tokens`; drop what then has no anchor (two supervised tokens in a row)."""
-    kept = []
+def usable(sequences: Sequence[TokenSequence], max_tokens: int, mask_token_id: int | None) -> Usable:
+    """Cut to `max_tokens`; drop what then has no anchor (two supervised tokens in a row), or has the mask token.
+
+    Nobody keeps a user from writing a special token; a draft that met it as text would unlearn what it stands for.
+    """
+    kept, masked = [], []
     unsupervised = truncated_away = 0
     for sequence in sequences:
         cut = sequence.truncated(max_tokens)
-        if len(anchor_candidates(cut.loss_mask)):
+        if (cut.input_ids == mask_token_id).any():
+            masked.append(sequence.id)
+        elif len(anchor_candidates(cut.loss_mask)):
             kept.append(cut)
         elif len(anchor_candidates(sequence.loss_mask)):
             truncated_away += 1
@@ -37,8 +43,9 @@ def usable(sequences: Sequence[TokenSequence], max_tokens: int) -> Usable:
         "sequences_used": len(kept),
         "dropped_truncated_away": truncated_away,
         "dropped_unsupervised": unsupervised,
+        "dropped_with_mask_token": len(masked),
     }
-    return Usable(tuple(kept), counts)
+    return Usable(tuple(kept), counts, tuple(masked))
 
 
 @dataclass(frozen=True)

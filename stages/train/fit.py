@@ -6,6 +6,7 @@ whole job starts anew, every worker resumes from the newest complete one.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -67,6 +68,8 @@ def fit(job: TrainJob, open_reader: OpenReader) -> None:
     except ray.train.TrainingFailedError as error:
         if failure.exists():
             raise _told(failure) from error
+        if isinstance(cause := getattr(error, "controller_failure", None), TrainError):
+            raise cause from error
         raise
     if failure.exists():
         raise _told(failure)
@@ -94,9 +97,19 @@ class _NoRestart(ray.train.UserCallback):
         self._failure = failure
 
     def after_exception(self, run_context: object, worker_exceptions: dict[int, Exception]) -> None:
-        """Raise what a worker has told; the others fail in collectives with it, or wait there until they are ended."""
+        """Raise what a worker has told; the others fail in collectives with it, or wait there until they are ended.
+
+        A full disk takes no file that tells of it, and is as full for the next group.
+        """
         if self._failure.exists():
             raise _told(self._failure)
+        for error in worker_exceptions.values():
+            for reason in map(os.strerror, (errno.ENOSPC, errno.EDQUOT)):
+                if reason in str(error):
+                    folder = self._failure.parent
+                    raise TrainError(
+                        f"{folder}: {reason}; make room, and run again: training goes on from what is saved"
+                    )
 
 
 def _worker(told: dict[str, Any]) -> None:

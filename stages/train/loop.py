@@ -16,7 +16,8 @@ from stages.artifacts import remove
 from stages.corpus import TokenSequence
 from stages.draft.checkpoint import export_draft
 from stages.draft.loss import LossWeights, metrics
-from stages.draft.model import build_draft, shared_head, trainable, use_attention
+from stages.draft.model import build_draft, shared_head, trainable
+from stages.draft.vocab import vocab_digest
 from stages.hidden_states.wire import HiddenBatch, HiddenStatesReader, check_set_aside
 from stages.target import load_head
 from stages.train import checkpoint
@@ -70,10 +71,12 @@ class Worker:
         self.weights = Shards(model) if config.sharding == "fsdp" else Replicas(model)
         self.parameters = self.weights.parameters
         self.optimizer = Optimizer(self.parameters, config)
-        self.sequences = usable(job.corpus.sequences("train"), config.max_sequence_tokens).sequences
-        self.validation = usable(job.corpus.sequences("validation"), config.max_sequence_tokens).sequences
+        self.sequences, self.validation = (
+            usable(job.corpus.sequences(split), config.max_sequence_tokens, job.draft.mask_token_id).sequences
+            for split in ("train", "validation")
+        )
         self.order = Order(len(self.sequences), config.batch_sequences, config.epochs, config.max_steps, config.seed)
-        self.state = TrainState()
+        self.state = TrainState(vocab_sha256=None if job.vocab_W is None else vocab_digest(job.vocab_W))
         self.folder = job.out.path / CHECKPOINTS
         self.saver = Saver(self.folder, job.out.identity, config.keep_checkpoints, device)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters.values())
@@ -84,7 +87,10 @@ class Worker:
         found = [checkpoint.newest(self.folder, self.job.out.identity) if self.rank == 0 else None]
         dist.broadcast_object_list(found, src=0)
         if found[0] is not None:
-            self.state, saved = checkpoint.load_state(found[0]), Saved(found[0])
+            vocab, self.state, saved = self.state.vocab_sha256, checkpoint.load_state(found[0]), Saved(found[0])
+            if self.state.vocab_sha256 != vocab:
+                told = f"expected a draft vocabulary of digest {vocab}, found {self.state.vocab_sha256}"
+                raise TrainError(f"{found[0]}: {told}; move {self.folder} away to train anew")
             self._fill(saved)
             self.optimizer.load(saved)
         if self.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,16 +18,20 @@ from stages.draft.config import DraftConfig, check_draft
 from stages.draft.vocab import choose_vocab, vocab_digest
 from stages.engine.config import EngineConfig
 from stages.engine.serving import stop_token_ids
+from stages.events import METRICS
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.layout import object_bytes
 from stages.hidden_states.pool import extractor_pool, open_reader
 from stages.hidden_states.reader import misfit
 from stages.target import Target, local_folder
 from stages.train.config import STOP, TrainConfig, check_train
-from stages.train.data import Order, usable
+from stages.train.data import Order, Usable, usable
 from stages.train.fit import RAY, fit
 from stages.train.job import CHECKPOINTS, RESULT, STOPPED, TrainJob
+from stages.train.plots import CURVES, plot_training
 from stages.train.warm_start import check_init
+
+logger = logging.getLogger(__name__)
 
 EXTRACTORS = "extractors"
 VOCAB = "draft_vocab.npy"
@@ -56,8 +61,11 @@ def run(
     if config.init_from is not None and (folder := local_folder(config.init_from)):
         config = replace(config, init_from=str(folder))
     check_draft(draft, target.shape)
-    data = usable(corpus.sequences("train"), config.max_sequence_tokens)
-    validation = usable(corpus.sequences("validation"), config.max_sequence_tokens)
+    data, validation = (
+        usable(corpus.sequences(split), config.max_sequence_tokens, draft.mask_token_id)
+        for split in ("train", "validation")
+    )
+    _check_masked(data, validation, draft, hidden_states)
     layer_ids = (*draft.aux_layer_ids, target.shape.num_layers)
     _check_sequences((*data.sequences, *validation.sequences), draft, engine, target)
     window_bytes = hidden_states.window_bytes(hidden_states.segment_bytes * engine.num_actors, config.num_workers)
@@ -89,11 +97,13 @@ def run(
             job = TrainJob(config, draft, target, corpus, out, hidden_states.max_set_aside_share, vocab_W)
             fit(job, partial(open_reader, pool.endpoint, hidden_states))
     told = json.loads(result.read_text(encoding="utf-8"))
+    plot_training(out.path / METRICS, out.path / CURVES)
     facts = {
         "layer_ids": list(layer_ids),
         "mask_token_id": draft.mask_token_id,
         "block_size": draft.block_size,
         "verifier": target.model,
+        "sequences_with_mask_token": [*data.masked, *validation.masked],
         "draft_vocab": None if vocab_W is None else {"size": len(vocab_W), "sha256": vocab_digest(vocab_W)},
         **told["facts"],
     }
@@ -114,7 +124,7 @@ def run(
 def _check_sequences(
     sequences: tuple[TokenSequence, ...], draft: DraftConfig, engine: EngineConfig, target: Target
 ) -> None:
-    """Raise ValueError when a sequence does not fit the engine or the draft, or holds the mask token."""
+    """Raise ValueError when a sequence does not fit the engine or the draft."""
     longest = max((len(sequence) for sequence in sequences), default=0)
     limits = (
         ("engine.max_model_len", engine.max_model_len, longest),
@@ -128,12 +138,19 @@ def _check_sequences(
                 f"{name}={found}: the longest sequence of {longest} tokens needs {needed}; "
                 "raise it, or lower train.max_sequence_tokens"
             )
-    for sequence in sequences:
-        if (sequence.input_ids == draft.mask_token_id).any():
-            raise ValueError(
-                f"draft.mask_token_id={draft.mask_token_id}: sequence {sequence.id} contains it; "
-                "choose a token that never occurs"
-            )
+
+
+def _check_masked(data: Usable, validation: Usable, draft: DraftConfig, hidden_states: HiddenStatesConfig) -> None:
+    """Raise ValueError when more sequences hold the mask token than may be set aside for any other reason."""
+    masked, share = (*data.masked, *validation.masked), hidden_states.max_set_aside_share
+    asked = data.counts["sequences_in"] + validation.counts["sequences_in"]
+    if len(masked) > max(share * asked, 1 if share > 0 else 0):
+        raise ValueError(
+            f"draft.mask_token_id={draft.mask_token_id}: {len(masked)} of {asked} sequences contain it, {masked[0]} "
+            f"first, hidden_states.max_set_aside_share={share}; choose a token that never occurs, or raise the share"
+        )
+    for id_ in masked:
+        logger.warning("sequence %s is not trained on: it contains draft.mask_token_id=%s", id_, draft.mask_token_id)
 
 
 def _vocab(size: int, sequences: Sequence[TokenSequence], target: Target, out: Workspace) -> np.ndarray:

@@ -23,7 +23,7 @@ from stages.draft.config import DraftConfig
 from stages.hidden_states.wire import HiddenBatch
 from stages.target import Target, TargetShape
 from stages.train.config import TrainConfig
-from stages.train.loop import TrainJob
+from stages.train.job import TrainJob
 
 SHAPE = TargetShape(num_layers=4, hidden_size=64, vocab_size=256, max_positions=512)
 DRAFT = DraftConfig(

@@ -33,6 +33,7 @@ from stages.draft.model import (
     trainable,
 )
 from stages.draft.speculate import draft_blocks
+from stages.draft.vocab import vocab_ids
 from tests.stages.draft_helpers import (
     DRAFT,
     FILL_IN,
@@ -51,7 +52,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(config: DraftConfig, target: Path) -> DSparkDraftModel:
-    model = build_draft(config, SHAPE, target, verifier="org/target", seed=0).eval()
+    vocab = np.arange(5, 185, 2)  # of a reduced vocabulary
+    model = build_draft(config, SHAPE, target, verifier="org/target", seed=0, vocab_W=vocab).eval()
     with torch.no_grad():  # norms of exactly one and a zero bias would hide a forgotten parameter
         for seed, parameter in enumerate(trainable(model).values()):
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
@@ -134,18 +136,33 @@ def test_mask_by_hand() -> None:
     ]
 
 
-@pytest.mark.parametrize("config", [DRAFT, FILL_IN, SLIDING], ids=["anchor", "fill_in", "sliding"])
-def test_drafting_step_by_step_equals_teacher_forcing_on_its_own_tokens(config: DraftConfig, target: Path) -> None:
-    model, batch, anchors = make(config, target), packed(target, random_sequences(1, 24)), torch.tensor([6, 15])
+@pytest.mark.parametrize("layout", [DRAFT, FILL_IN, SLIDING], ids=["anchor", "fill_in", "sliding"])
+@pytest.mark.parametrize(
+    "heads",
+    [{}, {"vocab_size": 90}, {"confidence_with_markov": False}, {"confidence_head": False}],
+    ids=["all", "reduced", "confidence_alone", "no_confidence"],
+)
+def test_drafting_step_by_step_equals_teacher_forcing_on_its_own_tokens(
+    layout: DraftConfig, heads: dict[str, object], target: Path
+) -> None:
+    model, batch, anchors = (
+        make(replace(layout, **heads), target),
+        packed(target, random_sequences(1, 24)),
+        torch.tensor([6, 15]),
+    )
+    columns = vocab_ids(model)
     drafted = draft_blocks(model, batch, anchors)
     for row, anchor in enumerate(anchors.tolist()):
         ids = batch.input_ids_T.clone()
         ids[anchor + 1 : anchor + 1 + num_predictions(model)] = drafted.tokens_AB[row]
         forced = block_forward(model, replace(batch, input_ids_T=ids), anchors[row : row + 1])
         probabilities, tokens = forced.logits_ABW[0].softmax(-1).max(-1)
-        assert tokens.tolist() == drafted.tokens_AB[row].tolist()
+        assert (tokens if columns is None else columns[tokens]).tolist() == drafted.tokens_AB[row].tolist()
         torch.testing.assert_close(probabilities, drafted.probabilities_AB[row])
-        torch.testing.assert_close(forced.confidence_AB[0], drafted.confidence_logits_AB[row])
+        if drafted.confidence_logits_AB is None:
+            assert forced.confidence_AB is None
+        else:
+            torch.testing.assert_close(forced.confidence_AB[0], drafted.confidence_logits_AB[row])
     assert len(set(drafted.tokens_AB.flatten().tolist())) > 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,31 +9,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from stages.corpus import TokenSequence
 from stages.draft.anchors import sample_anchors
 from stages.draft.checkpoint import load_draft
-from stages.train.loop import TrainJob, Worker, train
+from stages.draft.vocab import vocab_digest
+from stages.train.job import TrainError
+from stages.train.loop import Worker
 from stages.train.stage import VOCAB, _vocab
 from stages.train.step import Pass, micro_batches, run_pass
 from tests.stages.draft_helpers import CONFIG, DRAFT, FakeReader, make_job, random_sequences
-
-SEQUENCES = 11  # of which one validates
+from tests.stages.train_helpers import SEQUENCES, group_of_one, run_one
 
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def run_one(job: TrainJob) -> dict[str, dict[str, object]]:
-    """Train in this process and return `result.json`."""
-    train(job, lambda: FakeReader(job.target.folder), torch.device("cpu"))
-    return json.loads((job.out.path / "result.json").read_text())
+    with group_of_one():
+        yield
 
 
 def lengths(*tokens: int) -> list[TokenSequence]:
@@ -58,11 +50,11 @@ def worker(tmp_path: Path, group: None) -> Worker:
 
 def step(worker: Worker, sequences: list[TokenSequence], micro_batch_tokens: int = 8192) -> tuple[Pass, torch.Tensor]:
     """Sums of one pass, and the gradients of its numerator."""
-    worker.gradients.clear()
+    worker.weights.gradients.clear()
     learner = replace(worker.learner, micro_batch_tokens=micro_batch_tokens)
     source = worker.reader.read([sequence] for sequence in sequences)
     taken = run_pass(learner, source, sequences, (0,), backward=True)
-    return taken, worker.gradients.flat.clone()
+    return taken, worker.weights.gradients.flat.clone()
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -116,16 +108,17 @@ def test_every_supervised_token_after_a_supervised_one_is_a_label_of_some_block(
         assert (anchors + 1).tolist() == supervised.tolist()  # each is already the first label of its own block
 
 
-def test_confidence_weight_zero_trains_as_without_a_head(tmp_path: Path, group: None) -> None:
+def test_confidence_weight_zero_trains_as_without_a_head(tmp_path: Path) -> None:
     """Bit for bit, clipping included, from initialisation to the last step."""
     config = replace(CONFIG, confidence_weight=0.0, clip_norm=0.05)
     found = []
     for name, draft in (("with", DRAFT), ("without", replace(DRAFT, confidence_head=False))):
         job = make_job(tmp_path / name, config, random_sequences(SEQUENCES, 20), draft)
         run_one(job)
-        found.append(load_file(job.out.path / "checkpoints" / "step-00000009" / "model.safetensors"))
+        (part,) = (job.out.path / "checkpoints/step-00000009").glob("part-*")
+        found.append({name: tensor for name, tensor in load_file(part).items() if "|" not in name})
     with_head, without = found
-    assert with_head.keys() - without.keys() == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+    assert with_head.keys() - without.keys() == {f"confidence_head.proj.{name}@0" for name in ("weight", "bias")}
     assert all(torch.equal(with_head[name], tensor) for name, tensor in without.items())
 
 
@@ -140,12 +133,15 @@ def test_a_resumed_stage_keeps_its_vocabulary(tmp_path: Path) -> None:
     assert first.tolist() != _vocab(50, sequences[:1], job.target, job.out).tolist()
 
 
-def test_a_reduced_vocabulary_is_trained_and_exported(tmp_path: Path, group: None) -> None:
+def test_a_reduced_vocabulary_is_trained_and_exported(tmp_path: Path) -> None:
     draft, vocab = replace(DRAFT, vocab_size=60), np.arange(100, 160)
     job = make_job(tmp_path, replace(CONFIG, epochs=2), random_sequences(SEQUENCES, 20), draft)
-    result = run_one(replace(job, vocab_W=vocab))
+    job = replace(job, vocab_W=vocab)
+    result = run_one(job)
     loaded = load_draft(job.out.path / "checkpoint", job.target.folder)
     assert loaded.config.draft_vocab_size == 60
     assert load_file(job.out.path / "checkpoint" / "model.safetensors")["t2d"].nonzero()[:, 0].tolist() == list(vocab)
     # the random target's tokens are mostly outside, and no draft can be accepted on those
     assert 0 < result["metrics"]["val_accept_rate_1"] < 0.3
+    with pytest.raises(TrainError, match=f"expected a draft vocabulary of digest .*, found {vocab_digest(vocab)}"):
+        run_one(replace(job, vocab_W=vocab + 1))

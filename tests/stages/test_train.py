@@ -63,16 +63,21 @@ def test_sequences_without_supervision_are_dropped_and_counted() -> None:
         sequence("cut", [0, 0, 0, 1, 1]),
         sequence("none", [0, 0]),
         sequence("single", [0, 1, 0]),
+        sequence("masked", [0, 1, 1]),
     ]
-    data = usable(made, 3)
+    made[-1].input_ids[1] = 77
+    made[1].input_ids[4] = 77  # which is cut off
+    data = usable(made, 3, mask_token_id=77)
     assert [s.id for s in data.sequences] == ["good"]
     assert len(data.sequences[0]) == 3
     assert data.counts == {
-        "sequences_in": 4,
+        "sequences_in": 5,
         "sequences_used": 1,
         "dropped_truncated_away": 1,
         "dropped_unsupervised": 2,
+        "dropped_with_mask_token": 1,
     }
+    assert data.masked == ("masked",)
 
 
 def test_learning_rate_is_a_function_of_the_step() -> None:
@@ -223,7 +228,7 @@ def _run(job: TrainJob, **other: object) -> None:
         (
             {},
             {"draft": replace(DRAFT, mask_token_id=int(random_sequences(1, 20)[0].input_ids[5]))},
-            "sequence s0 contains it",
+            r"[2-9] of 11 sequences contain it, s0 first, hidden_states\.max_set_aside_share=0\.01",
         ),
         # 30 tokens of 3 layers and 64 bfloat16, and the trailer; a rank of two has half of 12000 bytes
         (

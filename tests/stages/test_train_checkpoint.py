@@ -50,21 +50,26 @@ def test_incomplete_checkpoints_are_skipped_by_name_and_foreign_files_stay(
         save(tmp_path, "id", TrainState(step=step, nonfinite=[(0, ["x"])], set_aside=[("y", "lost")]))
     (tmp_path / "step-00000006" / "state.json").unlink()
     os.truncate(tmp_path / "step-00000005" / "part-00000-of-00001.safetensors", 10)
+    save(tmp_path, "id", TrainState(step=8))
+    damaged = tmp_path / "step-00000008" / "part-00000-of-00001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")  # of equal size
     save(tmp_path, "other", TrainState(step=7))
-    (tmp_path / ".step-00000008.0123abcd").mkdir()
+    (tmp_path / ".step-00000009.0123abcd").mkdir()
     (tmp_path / "step-notes").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
 
     with caplog.at_level(logging.WARNING):
         found = checkpoint.newest(tmp_path, "id")
     assert found == tmp_path / "step-00000004"
-    assert [f"step-0000000{i}" in caplog.text for i in (4, 5, 6, 7)] == [False, True, True, True]
+    assert [f"step-0000000{i}" in caplog.text for i in (4, 5, 6, 7, 8)] == [False, True, True, True, True]
+    assert "step-00000008: skipped, part-00000-of-00001.safetensors has other contents" in caplog.text
     assert checkpoint.load_state(found) == TrainState(step=4, nonfinite=[(0, ["x"])], set_aside=[("y", "lost")])
     assert torch.equal(filled(Saved(found), "a", TENSORS["a"]), TENSORS["a"])
     assert Saved(found).scalar("a|step") == 3
     checkpoint.sweep(tmp_path)
-    checkpoint.prune(tmp_path, "id", keep=2, best_step=1)
-    assert names(tmp_path) == {*(f"step-0000000{i}" for i in (1, 3, 4, 5, 6, 7)), "step-notes", "notes.txt"}
+    checkpoint.prune(tmp_path, "id", keep=2, best_step=1)  # looks at sizes only
+    assert names(tmp_path) == {*(f"step-0000000{i}" for i in (1, 4, 5, 6, 7, 8)), "step-notes", "notes.txt"}
+    assert names(found) == {"state.json", "part-00000-of-00001.safetensors"}
 
 
 def test_a_checkpoint_without_its_best_predecessor_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

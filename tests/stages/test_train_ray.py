@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -53,19 +54,23 @@ class Poisoned:
 class Refused:
     """Opens readers of which rank 1's finds its states gone; the other one waits for rank 1 in a collective."""
 
-    def __init__(self, target: Path, opened: Path) -> None:
-        self.target, self.opened = target, opened
+    def __init__(self, target: Path, opened: Path, error: Exception) -> None:
+        self.target, self.opened, self.error = target, opened, error
 
     def __call__(self, num_ranks: int) -> HiddenStatesReader:
         with self.opened.open("a") as file:
             file.write(f"{dist.get_rank()}\n")
-        return GoneReader(self.target) if dist.get_rank() == 1 else FakeReader(self.target)
+        return GoneReader(self.target, self.error) if dist.get_rank() == 1 else FakeReader(self.target)
 
 
 class GoneReader(FakeReader):
+    def __init__(self, folder: Path, error: Exception) -> None:
+        super().__init__(folder)
+        self.error = error
+
     def read(self, batches: Iterable[Sequence[TokenSequence]]) -> Iterator[HiddenBatch]:
         yield from itertools.islice(super().read(batches), 2)
-        raise HiddenStatesError("the store\nis gone")
+        raise self.error
 
 
 class Stuck:
@@ -116,11 +121,21 @@ def test_an_error_that_no_restart_helps_is_raised_as_it_is(tmp_path: Path, clust
     assert not (job.out.path / "result.json").exists()
 
 
-def test_states_that_one_rank_cannot_have_end_the_run_without_a_restart(tmp_path: Path, cluster: None) -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (HiddenStatesError("the store\nis gone"), r"^the store is gone$"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), r"id\.partial: No space left on device; make room"),
+    ],
+    ids=["states", "disk"],
+)
+def test_what_one_rank_cannot_have_ends_the_run_without_a_restart(
+    error: Exception, told: str, tmp_path: Path, cluster: None
+) -> None:
     job = usual_job(tmp_path)
     started = time.monotonic()
-    with pytest.raises(HiddenStatesError, match=r"^the store is gone$"):
-        fit(job, Refused(job.target.folder, tmp_path / "opened"))
+    with pytest.raises((HiddenStatesError, TrainError), match=told):
+        fit(job, Refused(job.target.folder, tmp_path / "opened", error))
     assert time.monotonic() - started < 120  # rank 0 did not wait for gloo's time-out of half an hour
     assert sorted((tmp_path / "opened").read_text().split()) == ["0", "1"]
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 
 from stages.draft.checkpoint import export_draft
-from stages.draft.model import FROZEN, block_forward, build_draft, speculators_config, trainable
+from stages.draft.loss import LossWeights, draft_loss
+from stages.draft.model import FROZEN, build_draft, shared_head, speculators_config, trainable
+from stages.draft.vocab_loss import VocabHead
+from stages.target import load_head
 from stages.train.config import TrainConfig, check_train
 from stages.train.metering import model_flop, peak_flop_per_s
 from stages.train.prepare import prepare
@@ -38,9 +43,9 @@ def dspark(target: Path) -> Path:
     return folder
 
 
-def started(target: Path, folder: Path, **changes: object):
+def started(target: Path, folder: Path, vocab_W: np.ndarray | None = None, **changes: object):
     """A new draft, what it was before, and what became of it."""
-    model = build_draft(replace(DRAFT, **changes), SHAPE, target, verifier="x", seed=0)
+    model = build_draft(replace(DRAFT, **changes), SHAPE, target, verifier="x", seed=0, vocab_W=vocab_W)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return model, before, warm_start(model, trainable(model), TrainConfig(init_from=str(folder)))
 
@@ -50,7 +55,7 @@ def test_a_draft_starts_from_another_with_all_its_weights(target: Path, dspark: 
     parameters, stored = trainable(model), load_file(dspark / "model.safetensors")
     assert set(start.taken) == set(stored) == set(parameters)
     assert all(torch.equal(parameters[name], tensor.float()) for name, tensor in stored.items())
-    assert (start.fresh, start.left, start.differs, start.source) == ((), {}, {}, "trained")
+    assert (start.fresh, start.left, start.partly, start.differs, start.source) == ((), {}, {}, {}, "trained")
     assert start.counts()["init_parameters_taken"] == sum(parameter.numel() for parameter in parameters.values())
     assert torch.equal(model.lm_head.weight, before["lm_head.weight"])
 
@@ -93,6 +98,30 @@ def test_what_does_not_fit_is_left_by_name(target: Path, dspark: Path, caplog: p
     assert "3 tensors start fresh: markov_head.markov_w1.weight" in caplog.text
 
 
+def test_rows_of_a_vocabulary_go_by_token(target: Path, dspark: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the same size, but with other tokens: by place every row would mean something else."""
+    rows = "markov_head.markov_w2.weight"
+    ids, others = np.arange(40), np.arange(30, 70)
+    source = build_draft(replace(DRAFT, vocab_size=40), SHAPE, target, verifier="x", seed=9, vocab_W=ids)
+    export_draft(source, target.parent / "reduced")
+    stored = load_file(target.parent / "reduced" / "model.safetensors")[rows].float()
+
+    model, before, start = started(target, target.parent / "reduced", vocab_W=others, vocab_size=40)
+    assert start.partly == {rows: "10 of 40 rows, those of tokens that both vocabularies have"}
+    found = trainable(model)[rows]
+    assert torch.equal(found[:10], stored[30:])
+    assert torch.equal(found[10:], before[rows][10:])
+    assert "10 of 40 rows" in caplog.text
+
+    model, _, start = started(target, target.parent / "reduced", vocab_W=ids, vocab_size=40)
+    assert start.partly == {}
+    assert torch.equal(trainable(model)[rows], stored)
+    full = load_file(dspark / "model.safetensors")[rows].float()  # of a draft of the whole vocabulary
+    model, _, start = started(target, dspark, vocab_W=others, vocab_size=40)
+    assert torch.equal(trainable(model)[rows], full[30:70])
+    assert start.counts()["init_parameters_taken"] == sum(p.numel() for p in trainable(model).values())
+
+
 def test_a_start_without_sense_is_refused(target: Path, dspark: Path, tmp_path: Path) -> None:
     stored = load_file(dspark / "model.safetensors")
     save_file({"fc.weight": stored["fc.weight"][:1].contiguous()}, tmp_path / "model.safetensors")
@@ -133,11 +162,17 @@ def test_bf16_is_for_products_only(target: Path) -> None:
     for name, module in model.named_modules():
         if not name.endswith(("rotary_emb", "self_attn")):  # which give pairs
             module.register_forward_hook(lambda _m, _i, output, name=name: told.update({name: output.dtype}))
-    block_forward(model, packed(target, random_sequences(1, 20)), torch.tensor([4, 9])).logits_ABV.sum().backward()
+    head, weights = shared_head(model, load_head(target)), LossWeights(0.1, 0.9, 1.0, 4.0)
+    products = VocabHead.product
+    with patch.object(VocabHead, "product", autospec=True, side_effect=products) as product:
+        draft_loss(model, head, packed(target, random_sequences(1, 20)), torch.tensor([4, 9]), weights).total.backward()
     half = {name for name, dtype in told.items() if dtype == torch.bfloat16}
-    assert half >= {"fc", "lm_head", "markov_head.markov_w2", "layers.1.mlp.up_proj", "layers.0.self_attn.q_proj"}
-    assert half.isdisjoint({"layers.0", "layers.1", "norm", "hidden_norm", "confidence_head", "embed_tokens"})
-    assert {p.dtype for p in model.parameters()} == {model.fc.weight.grad.dtype} == {torch.float32}
+    assert half >= {"fc", "layers.1.mlp.up_proj", "layers.0.self_attn.q_proj", "embed_tokens"}
+    assert half.isdisjoint({"layers.0", "layers.1", "norm", "hidden_norm", "confidence_head"})
+    assert product.call_count == 3  # the target's, the draft's, the Markov head's
+    assert head.lm_head_VD.dtype == torch.bfloat16
+    assert {p.dtype for p in trainable(model).values()} == {torch.float32}
+    assert {p.grad.dtype for p in trainable(model).values()} == {torch.float32}
 
 
 def test_bf16_trains_like_fp32_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
@@ -175,8 +210,7 @@ def test_machine_share_is_counted_against_the_right_peak() -> None:
     ("change", "problem"),
     [
         ({"compile": True}, r"train\.compile=true: compiles for GPUs, found train\.gpus_per_worker=0"),
-        ({"early_stopping_validations": 0}, r"train\.early_stopping_validations=0: expected at least 1"),
-        ({"grace_s": -1.0}, r"train\.grace_s=-1\.0: expected at least 0"),
+        ({"attention": "flex"}, r"train\.attention=flex: torch has no backward pass of it on a CPU"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(change: dict[str, object], problem: str) -> None:

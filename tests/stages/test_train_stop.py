@@ -103,7 +103,8 @@ class Run:
                 process.kill()
 
 
-def test_ctrl_c_saves_the_step_that_is_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
+def test_a_stopping_signal_saves_the_step_that_is_done(signum: signal.Signals, tmp_path: Path) -> None:
     run = Run(tmp_path, replace(CONFIG, epochs=200, checkpoint_every_steps=10_000, validate_every_steps=10_000))
     try:
         run.until(lambda: run.step() >= 3)
@@ -113,8 +114,8 @@ def test_ctrl_c_saves_the_step_that_is_done(tmp_path: Path) -> None:
         workers = run.workers()
         run.processes()
         asked = time.monotonic()
-        run.driver.send_signal(signal.SIGINT)
-        assert run.driver.wait(60) == 128 + signal.SIGINT
+        run.driver.send_signal(signum)
+        assert run.driver.wait(60) == 128 + signum
         _, alive = psutil.wait_procs(workers, timeout=max(0.0, 10 - (time.monotonic() - asked)))
         assert not alive
         (saved,) = checkpoints.iterdir()
