@@ -15,10 +15,13 @@ from pipeline.bounds import check_bounds
 from pipeline.config import ConfigError, PipelineConfig, flat
 from stages.datagen.prompts import check as check_prompts
 from stages.draft.config import check_draft
+from stages.draft.memory import count_parameters
 from stages.engine.args import check_engine
 from stages.publish.hub import check as check_publish
 from stages.target import TargetShape, known_shape
 from stages.tracking import check_tracking
+from stages.train.config import check_train
+from stages.train.warm_start import check_init
 
 GIB = 1 << 30
 
@@ -32,6 +35,8 @@ def check(config: PipelineConfig) -> None:
         shape = known_shape(config.target)
         check_draft(config.draft, shape)
         check_engine(config.engine)
+        check_train(config.train)
+        check_init(config.train)
         check_prompts(config.datagen, shape.vocab_size)
         check_publish(config.publish)
         check_tracking(config.tracking)
@@ -145,20 +150,15 @@ def check_output(config: PipelineConfig, shape: TargetShape) -> None:
 def disk_bytes(config: PipelineConfig, shape: TargetShape) -> int:
     """What a run leaves on disk at most: training checkpoints, three copies of the draft, a margin.
 
-    Checkpoints hold fp32 weights and two Adam moments of what is trained (12 bytes a parameter); one
-    more than is kept exists while it is written. Drafts are bf16.
+    Checkpoints hold fp32 weights and two Adam moments of what is trained (12 bytes a parameter); beside
+    the newest there are the best one and one that is being written. Drafts are bf16, but a reduced
+    vocabulary's rows of the LM head may be fp32.
     """
-    parameters = draft_parameters(config, shape)
-    return (config.train.keep_checkpoints + 1) * 12 * parameters + 3 * 2 * parameters + GIB
+    parameters, rows = draft_parameters(config, shape), config.draft.vocab_size or 0
+    drafts = 3 * (2 * parameters + 4 * rows * shape.hidden_size)
+    return (config.train.keep_checkpoints + 2) * 12 * parameters + drafts + GIB
 
 
 def draft_parameters(config: PipelineConfig, shape: TargetShape) -> int:
     """Trained parameters of the draft: all but the target's frozen embedding and LM head."""
-    d, width = config.draft, shape.hidden_size
-    attention = (
-        width * d.head_dim * (d.num_heads + 2 * d.num_kv_heads) + d.num_heads * d.head_dim * width + 2 * d.head_dim
-    )
-    layer = attention + 3 * width * d.intermediate_size + 2 * width
-    markov = 2 * shape.vocab_size * d.markov_rank
-    confidence = (width + d.markov_rank * d.confidence_with_markov + 1) if d.confidence_head else 0
-    return d.num_layers * layer + len(d.aux_layer_ids) * width * width + 2 * width + markov + confidence
+    return count_parameters(config.draft, shape).trainable

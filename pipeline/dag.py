@@ -17,6 +17,7 @@ from pipeline.config import PipelineConfig, flat
 from stages.artifacts import Artifact, ArtifactError, Layout, Record, Workspace, digest, fingerprint
 from stages.datagen.sources import content as datagen_content
 from stages.target import content, is_current
+from stages.train.warm_start import content as init_content
 
 if TYPE_CHECKING:
     from stages.corpus import Corpus
@@ -95,7 +96,7 @@ def _publish(c: PipelineConfig, i: Inputs, out: Workspace) -> Artifact:
 STAGES: tuple[Stage, ...] = (
     Stage("target", "Target", (), ("target",), 1, _target),
     Stage("datagen", "Corpus", ("target",), ("datagen", "engine"), 2, _datagen),
-    Stage("train", "Draft", ("target", "datagen"), ("train", "draft", "engine", "hidden_states"), 1, _train),
+    Stage("train", "Draft", ("target", "datagen"), ("train", "draft", "engine", "hidden_states"), 2, _train),
     Stage(
         "calibrate",
         "Calibration",
@@ -177,6 +178,8 @@ def _told(config: PipelineConfig, section: str) -> Any:
         values["content"] = content(config.target)
     if section == "datagen":
         values["content"] = datagen_content(config.datagen)
+    if section == "train" and config.train.init_from is not None:
+        values["init"] = init_content(config.train)
     return values
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ from pipeline.dag import Node, finished, stage_params, typed
 from pipeline.signals import StopFlag, Stopped
 from stages.artifacts import Artifact, remove, write_whole
 from stages.tracking import STOPPED, Tracker
+from stages.train.config import STOP
 
 POLL_S = 0.25
 CANCEL_S = 5.0
@@ -132,10 +134,13 @@ class Execution:
                 inputs = [artifacts[i] if i in artifacts else tasks[i] for i in node.stage.inputs]
                 task = run_stage.options(name=f"dspark.{name}")
                 tasks[name] = task.remote(self.config, node, node.stage.inputs, *inputs)
+        name = ""
         try:
             for name, task in tasks.items():
                 artifacts[name] = self._follow(name, task)
-        except BaseException:
+        except BaseException as error:
+            if name == "train" and isinstance(error, Stopped):
+                self._let_save()
             _cancel(list(tasks.values()))
             raise
         return {name: artifacts[name] for name in self.nodes if name in artifacts}
@@ -178,6 +183,14 @@ class Execution:
         out = Path(self.config.out).resolve()
         free_mib = shutil.disk_usage(out).free / 2**20
         return f"{out}: its disk is full ({free_mib:.0f} MiB free); free some and give the same command again"
+
+    def _let_save(self) -> None:
+        """Ask training for a checkpoint of the step it is in, and give it `train.grace_s`."""
+        asked, deadline = self.nodes["train"].workspace.path / STOP, time.monotonic() + self.config.train.grace_s
+        if asked.parent.is_dir():
+            asked.touch()
+        while asked.exists() and time.monotonic() < deadline:  # training renames the file when it has saved
+            time.sleep(0.05)
 
 
 def _cancel(tasks: list[ray.ObjectRef]) -> None:

@@ -101,7 +101,7 @@ class TargetHead:
     norm_eps: float
 
     def normed(self, states_TD: torch.Tensor) -> torch.Tensor:
-        """fp32 [T, D]: the final norm of pre-norm final-layer states [T, D]."""
+        """fp32 states [T, D] after the final norm, of those before it."""
         states_TD = states_TD.float()
         scale_T1 = (states_TD.pow(2).mean(-1, keepdim=True) + self.norm_eps).rsqrt()
         return states_TD * scale_T1 * self.norm_D.float()

@@ -43,9 +43,14 @@ class PackedBatch:
         return len(self.input_ids_T)
 
     @classmethod
-    def from_hidden(cls, batch: CapturedStates) -> PackedBatch:
-        """Pack a batch as it was read. Raises ValueError when lengths disagree."""
-        return cls.pack(batch.sequences, batch.states_TLD)
+    def from_hidden(cls, *batches: CapturedStates) -> PackedBatch:
+        """Pack batches as they were read; the states of a single one are not copied.
+
+        Raises ValueError when lengths disagree.
+        """
+        sequences = tuple(sequence for batch in batches for sequence in batch.sequences)
+        states = [batch.states_TLD for batch in batches]
+        return cls.pack(sequences, states[0] if len(states) == 1 else torch.cat(states))
 
     @classmethod
     def pack(cls, sequences: tuple[TokenSequence, ...], states_TLD: torch.Tensor) -> PackedBatch:

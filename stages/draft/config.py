@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from stages.draft.rope import rope_problem
 from stages.target import TargetShape
 
 
@@ -21,12 +23,16 @@ class DraftConfig:
     sample_from_anchor: bool = True
     aux_layer_ids: tuple[int, ...] = ()  # target layers whose states are injected; supervision adds the final one
     mask_token_id: int | None = None  # must be set: a token that never occurs in text
+    # Tokens that can be drafted, the ones the target writes most often in the training data; None: all of the target's.
+    vocab_size: int | None = None
     markov_rank: int = 256  # of the vanilla Markov head, the only variant that vLLM serves
     confidence_head: bool = True
     confidence_with_markov: bool = True
     sliding_window: int | None = None  # None: full attention over the context
     causal: bool = False  # inside a block; vLLM serves causal blocks only with a sliding window
     rope_theta: float = 1_000_000.0
+    # As in a Hugging Face config: scaled positions, part of a head (stages/draft/rope.py); its rope_theta counts.
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
     max_positions: int = 40_960
     rms_norm_eps: float = 1e-6
 
@@ -34,6 +40,7 @@ class DraftConfig:
 def check_draft(config: DraftConfig, shape: TargetShape) -> None:
     """Raise ValueError, naming the key, when such a draft of such a target could not be trained and served."""
     ids = config.aux_layer_ids
+    rope = rope_problem(config)
     proposed = config.block_size if config.sample_from_anchor else config.block_size - 1
     checks = (
         (
@@ -45,6 +52,11 @@ def check_draft(config: DraftConfig, shape: TargetShape) -> None:
             config.mask_token_id is None or 0 <= config.mask_token_id < shape.vocab_size,
             f"draft.mask_token_id={config.mask_token_id}: expected 0 to {shape.vocab_size - 1}, the rows of the "
             "target's embedding",
+        ),
+        (
+            config.vocab_size is None or 1 <= config.vocab_size < shape.vocab_size,
+            f"draft.vocab_size={config.vocab_size}: expected 1 to {shape.vocab_size - 1}, or null to draft all of the "
+            f"target's {shape.vocab_size} tokens",
         ),
         (
             bool(ids) and list(ids) == sorted(set(ids)) and ids[0] >= 1 and ids[-1] < shape.num_layers,
@@ -70,6 +82,7 @@ def check_draft(config: DraftConfig, shape: TargetShape) -> None:
             f"draft.causal={config.causal} with draft.sliding_window={config.sliding_window}: vLLM serves blocks of "
             "speculators checkpoints causal with a sliding window and bidirectional without; set both or neither",
         ),
+        (rope is None, str(rope)),
     )
     for good, problem in checks:
         if not good:

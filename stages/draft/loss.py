@@ -3,40 +3,46 @@
 Paper, training section: per prediction k (1-based) with draft and target distributions p_d and p_t,
     ce * -log p_d(data token) + l1 * ||p_d - p_t||_1 + confidence * BCE(c_k, a_k),   a_k = 1 - ||p_d - p_t||_1 / 2,
 weighted by exp(-(k-1)/gamma) and divided by the sum of these weights over the whole global batch.
-a_k is the chance that the target accepts the prediction under rejection sampling (full vocabulary).
+a_k is the chance that the target accepts the prediction under rejection sampling, so both distributions
+are over the target's whole vocabulary, also when the draft's is reduced (p_d is 0 outside).
 
-Legend: A anchors, B predictions of a block, D hidden size, V vocabulary, U distinct target positions.
+`LossWeights` also holds what speculators 0.9 does instead, so that the two can be compared: CE of the
+target's likeliest token, a target distribution renormalised over the draft's vocabulary (which overstates
+acceptance), and a denominator that counts labels. Its `tv` is half of L1: weight 0.9 there is 0.45 here.
+
+Legend: A anchors, B predictions of a block, N labelled predictions, D hidden size, U distinct target positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from speculators.models.dspark import DSparkDraftModel
-from torch.utils.checkpoint import checkpoint
 
 from stages.draft.anchors import label_mask
 from stages.draft.batch import PackedBatch
-from stages.draft.model import backbone, block_positions, heads, num_predictions
+from stages.draft.model import backbone, block_positions, confidence_logits, num_predictions
+from stages.draft.vocab import vocab_ids
+from stages.draft.vocab_loss import Factors, Labels, Terms, VocabHead, vocab_loss
 from stages.target import TargetHead
-
-# Logits held at once, in elements: a few fp32 tensors of this size (256 MiB each) live at a time.
-# Larger batches go through the heads in pieces that are computed again in the backward pass.
-MAX_LOGITS = 1 << 26
 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Factors of the three terms and the decay of later positions."""
+    """Factors of the three terms, the decay of later positions, and conventions (the paper's by default)."""
 
     ce: float
     l1: float
     confidence: float
     decay_gamma: float
     detach_confidence: bool = False
+    ce_label: Literal["data", "target"] = "data"
+    target_support: Literal["full", "draft"] = "full"
+    denominator: Literal["weights", "labels"] = "weights"
 
 
 @dataclass(frozen=True)
@@ -44,10 +50,11 @@ class LossSums:
     """Sums over labelled predictions; fp32 tensors, all additive over documents, ranks and batches.
 
     `total`, `ce`, `l1`, `confidence` are weighted numerators; only `total` carries gradients and the
-    loss factors. `weight` is the denominator of all four. `labels_B` counts labels by position;
-    `accept_rate_B`, `greedy_B` (argmax equals the target's) and `accuracy_B` (argmax equals the data
-    token) are sums over them. `whole_blocks` counts blocks with all labels; `accepted` and
-    `greedy_accepted` sum their expected and greedy acceptance lengths, bonus token included.
+    loss factors. `weight` is the denominator of all four: the sum of the predictions' weights, or their
+    number. `labels_B` counts labels by position; `accept_rate_B`, `greedy_B` (argmax equals the target's)
+    and `accuracy_B` (argmax equals the data token) are sums over them. `whole_blocks` counts blocks with
+    all labels; `accepted` and `greedy_accepted` sum their expected and greedy acceptance lengths, bonus
+    token included.
     """
 
     total: torch.Tensor
@@ -89,88 +96,90 @@ class LossSums:
         return cls(*(part if f.name.endswith("_B") else part[0] for f, part in zip(fields(cls), parts, strict=True)))
 
 
-def position_weights(num_predictions: int, decay_gamma: float, device: torch.device) -> torch.Tensor:
-    """exp(-(k-1)/gamma) for k = 1 … B, fp32 [B]."""
-    return torch.exp(-torch.arange(num_predictions, device=device) / decay_gamma)
+def position_weights(position_N: torch.Tensor, decay_gamma: float) -> torch.Tensor:
+    """exp(-(k-1)/gamma), fp32 [N], of predictions at 0-based positions k-1 of their blocks."""
+    return torch.exp(-position_N / decay_gamma)
 
 
 def draft_loss(
     model: DSparkDraftModel, head: TargetHead, batch: PackedBatch, anchors_A: torch.Tensor, weights: LossWeights
 ) -> LossSums:
-    """Numerators and metrics of all blocks of `batch`; zeros when there is no anchor."""
+    """Numerators and metrics of all blocks of `batch`; zeros when no prediction has a label."""
     predictions = num_predictions(model)
-    if len(anchors_A) == 0:
+    labels_AB = label_mask(batch, anchors_A, predictions)
+    if not labels_AB.any():
         return LossSums.zero(predictions, anchors_A.device)
     hidden_ABD = backbone(model, batch, anchors_A)
-    rows = max(1, MAX_LOGITS // (predictions * head.lm_head_VD.shape[0]))
-    if len(anchors_A) <= rows:
-        return _heads_loss(model, head, batch, anchors_A, hidden_ABD, weights)
-    sums = LossSums.zero(predictions, anchors_A.device)
-    for piece_A, hidden in zip(anchors_A.split(rows), hidden_ABD.split(rows), strict=True):
-        sums = sums + checkpoint(_heads_loss, model, head, batch, piece_A, hidden, weights, use_reentrant=False)
-    return sums
+
+    # Predictions without a label meet no vocabulary; the others are sorted by the target position they ask for.
+    at_X = block_positions(batch, anchors_A, predictions).flatten()
+    flat_N = labels_AB.flatten().nonzero()[:, 0]
+    flat_N = flat_N[at_X[flat_N].argsort(stable=True)]
+    at_N = at_X[flat_N]
+    at_U, row_N = at_N.unique_consecutive(return_inverse=True)
+    hidden_ND = hidden_ABD.flatten(0, 1).index_select(0, flat_N)
+    embedded_NR = model.markov_head.prev_embeddings(batch.input_ids_T[at_N])
+    total, terms = vocab_loss(
+        hidden_ND,
+        embedded_NR,
+        model.markov_head.markov_w2.weight,
+        VocabHead(model.lm_head.weight, head, vocab_ids(model), weights.target_support == "draft"),
+        Labels(
+            batch.final_TD[at_U],
+            row_N,
+            batch.input_ids_T[at_N + 1],
+            position_weights(flat_N % predictions, weights.decay_gamma),
+        ),
+        Factors(weights.ce, weights.l1, weights.ce_label == "data"),
+    )
+    confidence_N = confidence_logits(model, hidden_ND, embedded_NR, detach=weights.detach_confidence)
+    return block_sums(total, terms, confidence_N, flat_N, labels_AB, weights)
 
 
-def _heads_loss(
-    model: DSparkDraftModel,
-    head: TargetHead,
-    batch: PackedBatch,
-    anchors_A: torch.Tensor,
-    hidden_ABD: torch.Tensor,
-    weights: LossWeights,
-) -> LossSums:
-    predictions = num_predictions(model)
-    at_AB = block_positions(batch, anchors_A, predictions)
-    output = heads(model, hidden_ABD, batch.input_ids_T[at_AB], detach_confidence=weights.detach_confidence)
-    with torch.no_grad():  # overlapping blocks ask for the same position: each goes through the LM head once
-        distinct_U, inverse = torch.unique(at_AB, return_inverse=True)
-        target_UV = head.logits(batch.final_TD[distinct_U]).softmax(dim=-1)
-    data_AB = batch.input_ids_T[block_positions(batch, anchors_A + 1, predictions)]
-    labels_AB = label_mask(batch, anchors_A, predictions)
-    return block_loss(output.logits_ABV, target_UV[inverse], output.confidence_AB, data_AB, labels_AB, weights)
-
-
-def block_loss(
-    logits_ABV: torch.Tensor,
-    target_ABV: torch.Tensor,
-    confidence_AB: torch.Tensor | None,
-    data_AB: torch.Tensor,
+def block_sums(
+    total: torch.Tensor,
+    terms: Terms,
+    confidence_N: torch.Tensor | None,
+    flat_N: torch.Tensor,
     labels_AB: torch.Tensor,
     weights: LossWeights,
 ) -> LossSums:
-    """The loss from draft logits, target probabilities, confidence logits, data tokens and label mask."""
-    log_draft_ABV = logits_ABV.float().log_softmax(dim=-1)
-    ce_AB = -log_draft_ABV.gather(-1, data_AB[..., None])[..., 0]
-    l1_AB = (log_draft_ABV.exp() - target_ABV).abs().sum(dim=-1)
-    accept_AB = (1.0 - 0.5 * l1_AB.detach()).clamp(0.0, 1.0)  # rounding alone can leave the range
-    weights_AB = labels_AB * position_weights(labels_AB.shape[1], weights.decay_gamma, labels_AB.device)
+    """All sums, from the terms of the labelled predictions, whose flat indices into [A, B] are `flat_N`.
 
-    ce, l1 = (ce_AB * weights_AB).sum(), (l1_AB * weights_AB).sum()
-    total = weights.ce * ce + weights.l1 * l1
-    confidence = error = torch.zeros((), device=logits_ABV.device)
-    if confidence_AB is not None:
-        bce_AB = F.binary_cross_entropy_with_logits(confidence_AB.float(), accept_AB, reduction="none")
-        confidence = (bce_AB * weights_AB).sum()
-        error = ((confidence_AB.detach().float().sigmoid() - accept_AB).abs() * labels_AB).sum()
-        total = total + weights.confidence * confidence
+    `total` is what CE and L1 contribute; the confidence term (logits `confidence_N`) is added to it.
+    """
+    weights_N = position_weights(flat_N % labels_AB.shape[1], weights.decay_gamma)
+    accept_N = (1.0 - 0.5 * terms.l1_N).clamp(0.0, 1.0)  # rounding alone can leave the range
+    confidence = error = torch.zeros((), device=labels_AB.device)
+    if confidence_N is not None:
+        bce_N = F.binary_cross_entropy_with_logits(confidence_N.float(), accept_N, reduction="none")
+        confidence = (bce_N * weights_N).sum()
+        error = (confidence_N.detach().float().sigmoid() - accept_N).abs().sum()
+        if weights.confidence:
+            total = total + weights.confidence * confidence
 
-    guess_AB, best_AB = logits_ABV.argmax(dim=-1), target_ABV.argmax(dim=-1)
-    greedy_AB, correct_AB = (guess_AB == best_AB) & labels_AB, (guess_AB == data_AB) & labels_AB
+    def blocks(values_N: torch.Tensor) -> torch.Tensor:
+        values_AB = torch.zeros(labels_AB.shape, device=labels_AB.device)
+        values_AB.view(-1)[flat_N] = values_N.float()
+        return values_AB
+
+    # a likeliest token outside the draft's vocabulary equals no guess
+    greedy_AB, accept_AB = blocks(terms.guess_N == terms.best_N), blocks(accept_N)
     whole_A = labels_AB.all(dim=1)
     return LossSums(
         total=total,
-        ce=ce.detach(),
-        l1=l1.detach(),
+        ce=(terms.ce_N * weights_N).sum(),
+        l1=(terms.l1_N * weights_N).sum(),
         confidence=confidence.detach(),
-        weight=weights_AB.sum(),
+        weight=weights_N.sum() if weights.denominator == "weights" else torch.ones_like(weights_N).sum(),
         labels_B=labels_AB.sum(dim=0).float(),
-        accept_rate_B=(accept_AB * labels_AB).sum(dim=0),
-        greedy_B=greedy_AB.sum(dim=0).float(),
-        accuracy_B=correct_AB.sum(dim=0).float(),
+        accept_rate_B=accept_AB.sum(dim=0),
+        greedy_B=greedy_AB.sum(dim=0),
+        accuracy_B=blocks(terms.guess_N == terms.data_N).sum(dim=0),
         confidence_error=error,
         whole_blocks=whole_A.sum().float(),
         accepted=_lengths(accept_AB)[whole_A].sum(),
-        greedy_accepted=_lengths(greedy_AB.float())[whole_A].sum(),
+        greedy_accepted=_lengths(greedy_AB)[whole_A].sum(),
     )
 
 

@@ -1,6 +1,6 @@
 """Reference greedy drafting: what vLLM's DSpark speculator does, in plain PyTorch.
 
-Legend: A anchors, B predictions of a block, D hidden size, V vocabulary.
+Legend: A anchors, B predictions of a block, D hidden size, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from speculators.models.dspark import DSparkDraftModel
 
 from stages.draft.batch import PackedBatch
 from stages.draft.model import backbone, heads
+from stages.draft.vocab import vocab_ids
 
 
 @dataclass(frozen=True)
 class DraftedBlocks:
     """Greedy drafts of several anchors; all tensors are [A, B]."""
 
-    tokens_AB: torch.Tensor  # int64
+    tokens_AB: torch.Tensor  # int64, the target's ids
     probabilities_AB: torch.Tensor  # fp32, the draft's own of each drafted token
     confidence_logits_AB: torch.Tensor | None  # None without a confidence head
 
@@ -26,14 +27,14 @@ class DraftedBlocks:
 @torch.no_grad()
 def draft_blocks(model: DSparkDraftModel, batch: PackedBatch, anchors_A: torch.Tensor) -> DraftedBlocks:
     """Draft every block left to right; each Markov bias is of the draft's own previous token."""
-    hidden_ABD = backbone(model, batch, anchors_A)
+    hidden_ABD, ids_W = backbone(model, batch, anchors_A), vocab_ids(model)
     previous_A = batch.input_ids_T[anchors_A]
     tokens, probabilities, confidences = [], [], []
     for hidden_AD in hidden_ABD.unbind(dim=1):
         output = heads(model, hidden_AD[:, None], previous_A[:, None])
-        log_probs_AV = output.logits_ABV[:, 0].float().log_softmax(dim=-1)
-        best_A = log_probs_AV.max(dim=-1)
-        previous_A = best_A.indices
+        log_probs_AW = output.logits_ABW[:, 0].float().log_softmax(dim=-1)
+        best_A = log_probs_AW.max(dim=-1)
+        previous_A = best_A.indices if ids_W is None else ids_W[best_A.indices]
         tokens.append(previous_A)
         probabilities.append(best_A.values.exp())
         if output.confidence_AB is not None:

@@ -69,7 +69,7 @@ class Flow:
         """The same for a progress line."""
         values = self.metrics()
         return (
-            f"data wait {values['flow/trainer_wait_share']:.0%} ready {values['flow/batches_ready']:.1f} "
+            f"ready {values['flow/batches_ready']:.1f} "
             f"window {values['flow/window_share']:.0%} bottleneck {self.bottleneck}"
         )
 

@@ -18,15 +18,21 @@ class Usable:
 
     sequences: tuple[TokenSequence, ...]
     counts: dict[str, int]
+    masked: tuple[str, ...]  # ids of sequences that hold the mask token
 
 
-def usable(sequences: Sequence[TokenSequence], max_tokens: int) -> Usable:
-    """Cut to `max_tokens`; drop what then has no anchor (two supervised tokens in a row)."""
-    kept = []
+def usable(sequences: Sequence[TokenSequence], max_tokens: int, mask_token_id: int | None) -> Usable:
+    """Cut to `max_tokens`; drop what then has no anchor (two supervised tokens in a row), or has the mask token.
+
+    Nobody keeps a user from writing a special token; a draft that met it as text would unlearn what it stands for.
+    """
+    kept, masked = [], []
     unsupervised = truncated_away = 0
     for sequence in sequences:
         cut = sequence.truncated(max_tokens)
-        if len(anchor_candidates(cut.loss_mask)):
+        if (cut.input_ids == mask_token_id).any():
+            masked.append(sequence.id)
+        elif len(anchor_candidates(cut.loss_mask)):
             kept.append(cut)
         elif len(anchor_candidates(sequence.loss_mask)):
             truncated_away += 1
@@ -37,8 +43,9 @@ def usable(sequences: Sequence[TokenSequence], max_tokens: int) -> Usable:
         "sequences_used": len(kept),
         "dropped_truncated_away": truncated_away,
         "dropped_unsupervised": unsupervised,
+        "dropped_with_mask_token": len(masked),
     }
-    return Usable(tuple(kept), counts)
+    return Usable(tuple(kept), counts, tuple(masked))
 
 
 @dataclass(frozen=True)
@@ -73,10 +80,9 @@ class Order:
         first = step % self.steps_per_epoch * self.batch_sequences
         return permutation[first : first + self.batch_sequences]
 
-    @property
-    def visits(self) -> int:
-        """Sequences of all steps together; a sequence counts once an epoch."""
-        whole, rest = divmod(self.total_steps, self.steps_per_epoch) if self.num_sequences else (0, 0)
+    def visits(self, steps: int) -> int:
+        """Sequences of the first `steps` steps together; a sequence counts once an epoch."""
+        whole, rest = divmod(steps, self.steps_per_epoch) if self.num_sequences else (0, 0)
         return whole * self.num_sequences + rest * self.batch_sequences
 
 

@@ -6,6 +6,7 @@ whole job starts anew, every worker resumes from the newest complete one.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -21,8 +22,9 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
 from stages.artifacts import remove, write_json
 from stages.hidden_states.wire import HiddenStatesError, HiddenStatesReader
-from stages.train.config import TrainConfig
-from stages.train.loop import RESULT, TrainError, TrainJob, train
+from stages.train.config import STOP, TrainConfig
+from stages.train.job import RESULT, STOPPED, TrainError, TrainJob, TrainStopped
+from stages.train.loop import train
 
 RAY = "ray"  # Ray Train's own folder in the workspace
 FAILURE = "failure.json"  # why training must not go on, written by the first rank that knows
@@ -35,13 +37,16 @@ def fit(job: TrainJob, open_reader: OpenReader) -> None:
 
     A dead process costs the steps since the last checkpoint; after `config.max_failures` of them Ray's
     error is raised. Raises TrainError or HiddenStatesError, without a restart, when a worker did.
-    Cancelling the calling task, recursively, ends the group.
+    Cancelling the calling task, recursively, ends the group at once; a file `stop` in the workspace lets
+    it save a checkpoint after the step it is in, and then TrainStopped is raised.
     """
     config = job.config
     # A dead process is noticed within this time; Ray's default is 2 s.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     storage, failure = job.out.path / RAY, job.out.path / FAILURE
-    remove(failure)
+    stopped = job.out.path / STOPPED
+    for told in (failure, stopped, job.out.path / STOP):
+        remove(told)
     remove(storage)  # Ray would take up an older run of the same name by itself
     trainer = TorchTrainer(
         _worker,
@@ -63,9 +68,13 @@ def fit(job: TrainJob, open_reader: OpenReader) -> None:
     except ray.train.TrainingFailedError as error:
         if failure.exists():
             raise _told(failure) from error
+        if isinstance(cause := getattr(error, "controller_failure", None), TrainError):
+            raise cause from error
         raise
     if failure.exists():
         raise _told(failure)
+    if stopped.exists():
+        raise TrainStopped("asked to stop, and all steps that are done are saved; run it again to go on")
     if not (job.out.path / RESULT).exists():
         raise TrainError(f"{job.out.path / RESULT}: training ended without it; put the output root on shared storage")
 
@@ -88,9 +97,19 @@ class _NoRestart(ray.train.UserCallback):
         self._failure = failure
 
     def after_exception(self, run_context: object, worker_exceptions: dict[int, Exception]) -> None:
-        """Raise what a worker has told; the others fail in collectives with it, or wait there until they are ended."""
+        """Raise what a worker has told; the others fail in collectives with it, or wait there until they are ended.
+
+        A full disk takes no file that tells of it, and is as full for the next group.
+        """
         if self._failure.exists():
             raise _told(self._failure)
+        for error in worker_exceptions.values():
+            for reason in map(os.strerror, (errno.ENOSPC, errno.EDQUOT)):
+                if reason in str(error):
+                    folder = self._failure.parent
+                    raise TrainError(
+                        f"{folder}: {reason}; make room, and run again: training goes on from what is saved"
+                    )
 
 
 def _worker(told: dict[str, Any]) -> None:

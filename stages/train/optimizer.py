@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stages.train.checkpoint import Saved
 from stages.train.config import TrainConfig
 
 # Elements of one all-reduce: 256 MiB of fp32. Fixed, so that sums run in the same order after a resume;
@@ -32,19 +33,24 @@ class Gradients:
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         sizes = [parameter.numel() for parameter in parameters.values()]
         self.flat = torch.zeros(sum(sizes), device=next(iter(parameters.values())).device)
-        for parameter, part in zip(parameters.values(), self.flat.split(sizes), strict=True):
+        self._parts = self.flat.split(sizes)
+        for parameter, part in zip(parameters.values(), self._parts, strict=True):
             parameter.grad = part.view_as(parameter)
 
     def clear(self) -> None:
         self.flat.zero_()
 
     def reduce(self, denominator: float) -> float:
-        """Sum over all ranks, divide, and return the global norm, equal on every rank."""
+        """Sum over all ranks, divide, and return the global norm, equal on every rank.
+
+        Parameters without a gradient do not move the norm by a bit: a head that counts 0 is no head.
+        """
         for part in self.flat.split(REDUCE_ELEMENTS):
             dist.all_reduce(part)
         if denominator > 0:
             self.flat.div_(denominator)
-        return float(self.flat.norm())
+        norms = torch.stack([part.norm() for part in self._parts]).tolist()
+        return math.sqrt(math.fsum(norm * norm for norm in norms))
 
     def clip(self, norm: float, limit: float) -> None:
         """Scale so that a `norm` above `limit` becomes `limit`."""
@@ -60,8 +66,9 @@ class Optimizer:
         muon = {n: p for n, p in parameters.items() if use_muon and n.startswith("layers.") and p.ndim == 2}
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         rest = [p for n, p in parameters.items() if n not in muon]
+        fused = rest[0].device.type == "cpu"  # one pass over memory, where torch's default there makes ten
         self._parts: list[tuple[torch.optim.Optimizer, float]] = [
-            (torch.optim.AdamW(rest, lr=config.lr, weight_decay=config.weight_decay), config.lr)
+            (torch.optim.AdamW(rest, lr=config.lr, weight_decay=config.weight_decay, fused=fused), config.lr)
         ]
         if muon:
             lr = config.lr * config.muon_lr_factor
@@ -83,13 +90,20 @@ class Optimizer:
             for key, value in state.items()
         }
 
-    def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take the state that `tensors` gave, in its own dtypes."""
+    def load(self, saved: Saved) -> None:
+        """Take the state of a checkpoint, whoever wrote it. Raises ValueError when some is missing."""
         by_name = {name: parameter for parameter, name in self._names.items()}
         owner = {p: o for o, _ in self._parts for group in o.param_groups for p in group["params"]}
-        for label, value in tensors.items():
+        labels = sorted(name for name in saved.names if "|" in name)
+        if missing := by_name.keys() - {label.split("|")[0] for label in labels} if labels else set():
+            raise ValueError(f"{saved.path}: {min(missing)}: expected its optimizer state, found none")
+        for label in labels:
             name, key = label.split("|")
+            if name not in by_name:
+                raise ValueError(f"{saved.path}: {label}: expected state of a trained parameter, found another's")
             parameter = by_name[name]
-            # Adam's step count stays on the CPU, as torch keeps it.
-            device = value.device if key == "step" else parameter.device
-            owner[parameter].state[parameter][key] = value.to(device).clone()
+            if key == "step":  # Adam's; it stays on the CPU, as torch keeps it
+                owner[parameter].state[parameter][key] = saved.scalar(label)
+            else:
+                owner[parameter].state[parameter][key] = value = torch.empty_like(parameter, requires_grad=False)
+                saved.fill(label, value)

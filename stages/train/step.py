@@ -2,6 +2,8 @@
 
 Numerators are summed over documents and ranks first and divided by the global sum of weights last, so
 the gradient is the global batch's whatever the split, and a sequence lost on the way leaves no bias.
+Documents go through the draft packed, up to `micro_batch_tokens` in one pass; which ones go together is a
+function of the rank's share of the batch alone, so a resumed run adds up the same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from speculators.models.dspark import DSparkDraftModel
@@ -31,17 +34,32 @@ class Learner:
     head: TargetHead
     weights: LossWeights
     anchors_per_sequence: int
+    micro_batch_tokens: int
     device: torch.device
 
-    def sums(self, batch: HiddenBatch, key: tuple[int | str, ...]) -> Iterator[LossSums]:
-        """The sums of every document of `batch`; its anchors are drawn with `key` and its id."""
-        for document in PackedBatch.from_hidden(batch).documents():
-            anchors = sample_anchors(
-                document.loss_mask_T.numpy(), self.anchors_per_sequence, key=(*key, document.ids[0])
-            )
-            yield draft_loss(
-                self.model, self.head, document.to(self.device), torch.from_numpy(anchors).to(self.device), self.weights
-            )
+    def sums(self, batches: Sequence[HiddenBatch], key: tuple[int | str, ...]) -> LossSums:
+        """The sums of all documents of `batches`; the anchors of each are drawn with `key` and its id."""
+        packed, drawn, start = PackedBatch.from_hidden(*batches), [np.zeros(0, dtype=np.int64)], 0
+        for sequence in (sequence for batch in batches for sequence in batch.sequences):
+            anchors = sample_anchors(sequence.loss_mask, self.anchors_per_sequence, key=(*key, sequence.id))
+            drawn.append(anchors + start)
+            start += len(sequence)
+        anchors_A = torch.from_numpy(np.concatenate(drawn))
+        return draft_loss(self.model, self.head, packed.to(self.device), anchors_A.to(self.device), self.weights)
+
+
+def micro_batches(sequences: Sequence[TokenSequence], max_tokens: int) -> list[int]:
+    """How many sequences, in their order, go through the draft together: as many as `max_tokens` hold, at least one."""
+    counts: list[int] = []
+    tokens = 0
+    for sequence in sequences:
+        if counts and tokens + len(sequence) <= max_tokens:
+            counts[-1] += 1
+            tokens += len(sequence)
+        else:
+            counts.append(1)
+            tokens = len(sequence)
+    return counts
 
 
 @dataclass(frozen=True)
@@ -72,18 +90,21 @@ def run_pass(
     sums = LossSums.zero(predictions, learner.device)
     tokens, wait_s, taken = 0, 0.0, 0
     set_aside: list[tuple[str, str]] = []
-    for _ in sequences:
-        started = time.monotonic()
-        batch = next(source)
-        wait_s += time.monotonic() - started
-        set_aside += batch.set_aside
-        taken += len(batch.sequences)
-        tokens += sum(len(sequence) for sequence in batch.sequences)
+    for count in micro_batches(sequences, learner.micro_batch_tokens):
+        batches = []
+        for _ in range(count):
+            started = time.monotonic()
+            batch = next(source)
+            wait_s += time.monotonic() - started
+            set_aside += batch.set_aside
+            taken += len(batch.sequences)
+            tokens += sum(len(sequence) for sequence in batch.sequences)
+            batches.append(batch)
         with torch.set_grad_enabled(backward):
-            for document in learner.sums(batch, key):
-                if backward and document.total.requires_grad:
-                    document.total.backward()
-                sums = sums + document.detached()
+            part = learner.sums(batches, key)
+            if part.total.requires_grad:
+                part.total.backward()
+            sums = sums + part.detached()
     told = torch.tensor([taken, tokens, wait_s, len(set_aside)], dtype=torch.float64, device=learner.device)
     flat = torch.cat([sums.flat(), told])
     dist.all_reduce(flat)

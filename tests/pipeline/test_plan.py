@@ -64,6 +64,8 @@ def test_identity_follows_the_road(tmp_path: Path) -> None:
         "engine.kv_cache_gib=1",
         "train.num_workers=1",
         "train.checkpoint_every_steps=7",
+        "train.sharding=fsdp",
+        "train.activation_checkpointing=true",
         "hidden_states.segment_gib=1",
         "ray.num_cpus=2",
         "tracking.uri=http://127.0.0.1:1",
@@ -71,6 +73,17 @@ def test_identity_follows_the_road(tmp_path: Path) -> None:
 )
 def test_machines_paths_and_addresses_are_not_identity(override: str, tmp_path: Path) -> None:
     assert changed(tmp_path, override) == set()
+
+
+def test_a_warm_start_counts_by_content_not_by_path(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model.safetensors").write_bytes(b"weights")
+    assert changed(tmp_path, f"train.init_from={tmp_path}/a") == {"train", "calibrate", "evaluate", "publish"}
+    one = identities(config(tmp_path, f"train.init_from={tmp_path}/a"))
+    assert identities(config(tmp_path, f"train.init_from={tmp_path}/b")) == one
+    (tmp_path / "b" / "model.safetensors").write_bytes(b"others")
+    assert identities(config(tmp_path, f"train.init_from={tmp_path}/b"))["train"] != one["train"]
 
 
 def test_prompts_count_by_content_not_by_path(tmp_path: Path) -> None:

@@ -5,23 +5,26 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
+from speculators.models.dspark import DSparkDraftModel
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from stages.artifacts import Record, Workspace
 from stages.corpus import Corpus, TokenSequence, write_shard
+from stages.draft.attention import NAMES
 from stages.draft.batch import PackedBatch
 from stages.draft.config import DraftConfig
 from stages.hidden_states.flow import Flow
 from stages.hidden_states.wire import HiddenBatch
 from stages.target import Target, TargetShape
 from stages.train.config import TrainConfig
-from stages.train.loop import TrainJob
+from stages.train.job import TrainJob
 
 SHAPE = TargetShape(num_layers=4, hidden_size=64, vocab_size=256, max_positions=512)
 DRAFT = DraftConfig(
@@ -96,6 +99,15 @@ def greedy_sequences(folder: Path, count: int, length: int, prompt: int = 4) -> 
         tokens = torch.cat([tokens, model(tokens).logits[:, -1:, :255].argmax(-1)], dim=1)
     mask = np.arange(length) >= prompt
     return [TokenSequence(f"s{i}", "test", row.numpy().astype(np.int32), mask.copy()) for i, row in enumerate(tokens)]
+
+
+@contextmanager
+def as_speculators(model: DSparkDraftModel) -> Iterator[DSparkDraftModel]:
+    """`model` with an attention that takes the dense masks of speculators' own forward."""
+    layers, ours = model.config.transformer_layer_config, NAMES["sdpa"]
+    layers._attn_implementation = "sdpa"
+    yield model
+    layers._attn_implementation = ours
 
 
 def random_sequences(count: int, length: int, prompt: int = 3) -> list[TokenSequence]:

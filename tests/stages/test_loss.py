@@ -10,12 +10,13 @@ import pytest
 import torch
 from speculators.models.dspark import DSparkDraftModel
 
-import stages.draft.loss as loss_module
+import stages.draft.vocab_loss as vocab_loss_module
 from stages.draft.anchors import sample_anchors
 from stages.draft.batch import PackedBatch
 from stages.draft.config import DraftConfig
-from stages.draft.loss import LossSums, LossWeights, block_loss, draft_loss, metrics
+from stages.draft.loss import LossSums, LossWeights, block_sums, draft_loss, metrics, position_weights
 from stages.draft.model import build_draft, trainable
+from stages.draft.vocab_loss import Answers, Factors, prediction_terms
 from stages.target import TargetHead, load_head
 from tests.stages.draft_helpers import DRAFT, SHAPE, packed, random_sequences, write_target
 
@@ -51,6 +52,29 @@ def gradients(model: DSparkDraftModel, total: torch.Tensor) -> dict[str, torch.T
     return {
         name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(parameters.items(), found, strict=True)
     }
+
+
+def block_loss(
+    logits_ABW: torch.Tensor,
+    target_ABW: torch.Tensor,
+    confidence_AB: torch.Tensor,
+    data_AB: torch.Tensor,
+    labels_AB: torch.Tensor,
+    weights: LossWeights,
+) -> LossSums:
+    """The sums of `draft_loss` from what its parts would say of every prediction."""
+    flat = labels_AB.flatten().nonzero()[:, 0]
+    factors = Factors(weights.ce, weights.l1, weights.ce_label == "data")
+    target = target_ABW.flatten(0, 1)[flat]
+    terms = prediction_terms(
+        logits_ABW.flatten(0, 1)[flat].clone(),
+        Answers(target, 1 - target.sum(-1), target.argmax(-1)),
+        data_AB.flatten()[flat],
+        weights_N := position_weights(flat % labels_AB.shape[1], weights.decay_gamma),
+        factors,
+    )
+    total = ((weights.ce * terms.ce_N + weights.l1 * terms.l1_N) * weights_N).sum()
+    return block_sums(total, terms, confidence_AB.flatten()[flat], flat, labels_AB, weights)
 
 
 def test_loss_by_hand() -> None:
@@ -168,7 +192,7 @@ def test_pieces_give_the_same_gradients(
     model, batch, anchors = make(target), documents[0], anchors_of(documents[0])
     whole = draft_loss(model, head, batch, anchors, WEIGHTS)
     expected = gradients(model, whole.total)
-    monkeypatch.setattr(loss_module, "MAX_LOGITS", 2 * 4 * SHAPE.vocab_size)
+    monkeypatch.setattr(vocab_loss_module, "PIECE_LOGITS", 2 * SHAPE.vocab_size)
     pieces = draft_loss(model, head, batch, anchors, WEIGHTS)
     torch.testing.assert_close(pieces.flat(), whole.flat(), rtol=1e-5, atol=1e-5)
     for name, gradient in gradients(model, pieces.total).items():

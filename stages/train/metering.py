@@ -1,0 +1,84 @@
+"""What a step cost: time, waiting, memory, and the share of the machine that was used."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+
+from stages.train.step import Pass
+
+# Dense bf16 peak, from NVIDIA's data sheets (half of a figure given "with sparsity"). The longest name that
+# the device's name contains counts.
+PEAK_FLOP_PER_S = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989.4e12,
+    "H200": 989.4e12,
+    "B200": 2.25e15,
+    "GB200": 2.5e15,
+    "GB300": 2.5e15,
+}
+
+
+def peak_flop_per_s(device_name: str) -> float | None:
+    """The dense bf16 peak of a GPU by the name CUDA gives it, or None."""
+    names = [name for name in PEAK_FLOP_PER_S if name in device_name]
+    return PEAK_FLOP_PER_S[max(names, key=len)] if names else None
+
+
+def model_flop(num_parameters: int, slots: int) -> float:
+    """Floating-point operations of one forward and backward pass over `slots` positions of draft blocks.
+
+    6 N per position: Kaplan et al. 2020, "Scaling laws for neural language models", section 2.1. N is what
+    is trained, so the frozen LM head, attention scores, and the projection of the context are left out.
+    """
+    return 6.0 * num_parameters * slots
+
+
+class Meter:
+    """Measures the steps of one process."""
+
+    def __init__(self, device: torch.device, world: int, num_parameters: int, block_size: int) -> None:
+        self._device, self._world = device, world
+        self._num_parameters, self._block_size = num_parameters, block_size
+        on_gpu = device.type == "cuda"
+        self._peak_flop_per_s = peak_flop_per_s(torch.cuda.get_device_name(device)) if on_gpu else None
+        self._started = time.monotonic()
+        self._steps = self._tokens = 0
+        self._wait_s = 0.0
+
+    def step(self, taken: Pass, step_s: float) -> dict[str, float]:
+        """Metrics of one step that took `step_s`. MFU as in Chowdhery et al. 2022 (PaLM), appendix B."""
+        self._steps, self._tokens, self._wait_s = (
+            self._steps + 1,
+            self._tokens + taken.tokens,
+            self._wait_s + taken.wait_s,
+        )
+        values = {"step_s": step_s, "tok_per_s": taken.tokens / step_s, "data_wait_s": taken.wait_s}
+        if self._device.type == "cuda":
+            values["peak_gpu_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+        else:
+            values["peak_rss_bytes"] = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if self._peak_flop_per_s is not None:
+            slots = int(taken.sums.labels_B[0]) * self._block_size  # every block has a first label
+            flop_per_s = model_flop(self._num_parameters, slots) / step_s / self._world
+            values["mfu"] = flop_per_s / self._peak_flop_per_s
+        return values
+
+    def totals(self) -> dict[str, float]:
+        """Means over all steps of this process, validation and checkpoints included."""
+        elapsed_s = max(time.monotonic() - self._started, 1e-9)
+        return {"tok_per_s": self._tokens / elapsed_s, "data_wait_share": self._wait_s / elapsed_s}
+
+    def note(self, values: Mapping[str, float], steps_left: int) -> str:
+        """The progress line of a step, from its metrics."""
+        left_s = (time.monotonic() - self._started) / max(1, self._steps) * steps_left
+        return (
+            f"loss {values.get('loss', 0.0):.3f} tau {values.get('acceptance_length', 0.0):.2f} "
+            f"{values['tok_per_s']:.0f} tok/s wait {values['data_wait_s'] / values['step_s']:.0%} "
+            f"{timedelta(seconds=round(left_s))} left"
+        )
