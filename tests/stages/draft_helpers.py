@@ -80,14 +80,17 @@ def target_model(folder: Path) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def states(folder: Path, sequence: TokenSequence, layer_ids: Sequence[int] = LAYERS) -> torch.Tensor:
-    """[T, L, D] of one sequence; the id `num_layers` is the state before the final norm, as vLLM gives it."""
+    """fp32 [T, L, D] of one sequence, rounded to bfloat16 as they travel.
+
+    The id `num_layers` is the state before the final norm, as vLLM gives it.
+    """
     model = target_model(folder)
     final: list[torch.Tensor] = []
     hook = model.model.norm.register_forward_pre_hook(lambda _module, args: final.append(args[0]))
     output = model(torch.from_numpy(sequence.input_ids.astype(np.int64))[None], output_hidden_states=True)
     hook.remove()
     layers = [*output.hidden_states[:-1], final[0]]
-    return torch.stack([layers[layer][0] for layer in layer_ids], dim=1)
+    return torch.stack([layers[layer][0] for layer in layer_ids], dim=1).bfloat16().float()
 
 
 @torch.no_grad()
