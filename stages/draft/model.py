@@ -198,7 +198,8 @@ def backbone(model: DSparkDraftModel, batch: PackedBatch, anchors_A: torch.Tenso
     tokens_AS = torch.full((num_anchors, slots), model.mask_token_id, device=anchors_A.device)
     tokens_AS[:, 0] = batch.input_ids_T[anchors_A]
     hidden_1QD = model.embed_tokens(tokens_AS.view(1, -1)).to(model.fc.weight.dtype)
-    context_1TD = model.hidden_norm(model.fc(batch.aux_TLD.flatten(1).to(model.fc.weight.dtype)))[None]
+    aux_TX = batch.aux_TLD.flatten(1).to(model.embed_tokens.weight.dtype)  # that of products (stages/train/prepare.py)
+    context_1TD = model.hidden_norm(model.fc(aux_TX))[None]
 
     slots_S = torch.arange(slots, device=anchors_A.device)
     positions_Q = (batch.positions_T[anchors_A][:, None] + slots_S).view(-1)

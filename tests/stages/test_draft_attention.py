@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from speculators.models.dspark import DSparkDraftModel
 
 from stages.draft.attention import Attention
@@ -15,6 +16,8 @@ from stages.draft.config import DraftConfig
 from stages.draft.loss import LossWeights, draft_loss
 from stages.draft.model import backbone, build_draft, shared_head, trainable, use_attention
 from stages.target import load_head
+from stages.train.config import TrainConfig
+from stages.train.prepare import prepare
 from tests.stages.draft_helpers import DRAFT, FILL_IN, SHAPE, SLIDING, packed, random_sequences, write_target
 
 WEIGHTS = LossWeights(ce=0.1, l1=0.9, confidence=1.0, decay_gamma=4.0)
@@ -58,6 +61,21 @@ def test_flex_attention_agrees(config: DraftConfig, target: Path, batch: PackedB
     with torch.no_grad():
         ours, flex = (backbone(make(config, target, kind), batch, ANCHORS) for kind in ("sdpa", "flex"))
     torch.testing.assert_close(ours, flex)
+
+
+@torch.no_grad()
+def test_layers_with_flex_attention_are_compiled_whole_and_once(target: Path, batch: PackedBatch) -> None:
+    """As a GPU trains, but for the code generator: documents of other lengths ask for no other program."""
+    model = make(SLIDING, target, "flex")
+    prepare(model, TrainConfig(attention="flex", precision="bfloat16"), torch.device("cpu"))
+    asked = [(batch, ANCHORS), (packed(target, random_sequences(2, 26)), torch.tensor([5, 9, 30, 40]))]
+    expected = [backbone(model, *of) for of in asked]
+    torch._dynamo.reset()
+    counters.clear()
+    for layer in model.layers:
+        layer.compile(dynamic=True, backend="aot_eager")
+    assert all(torch.equal(backbone(model, *of), want) for of, want in zip(asked, expected, strict=True))
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (1, {})
 
 
 @torch.no_grad()
