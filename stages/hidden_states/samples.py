@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import os
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,9 @@ from stages.hidden_states.wire import HiddenStatesError, Manifest
 
 R = TypeVar("R")
 _CHECK_SLAB_BYTES = 16 << 20
-_READ_THREADS = 2  # reading and checking release the GIL
+# Reading and checking release the GIL. A get over TCP keeps a core busy at both ends: on two cores a second one
+# at a time made both slower (`raw_2` of `make bench-transfer`).
+_READ_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 @dataclass(frozen=True)
