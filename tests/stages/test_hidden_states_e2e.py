@@ -116,6 +116,7 @@ def test_extraction_survives_its_engines(target: Target, cluster: None, tmp_path
     with extractor_pool(target, LAYER_IDS, ENGINE, CONFIG, work=tmp_path) as pool:
         assert 0.5 < pool.agreement.ratio < 1.2  # of the rounding expected
         check_generation(pool)
+        assert "stages.engine.scheduler.CaptureScheduler" in (tmp_path / "engine-0.log").read_text()
         actors = ray.get([actor.ready.remote() for actor in pool.endpoint.actors])
         reader = open_reader(pool.endpoint, CONFIG, num_ranks=1)
         undisturbed = list(reader.read(batches))
