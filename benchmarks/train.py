@@ -6,8 +6,9 @@ must be speculators' loss, step after step; the paper's conventions, which ask f
 vocabulary, are timed beside it.
 
 The size is a draft of SmolLM2-135M: 2 layers, 8,192 of 49,152 tokens, blocks of 8, four sequences of 235
-tokens (128 of them supervised) and 48 anchors a step, fp32, 2 threads. Values are random: no step's time
-depends on them. speculators' Trainer needs an accelerator, so its loop (forward, backward, clip, AdamW,
+tokens (128 of them supervised) and 48 anchors a step, fp32, 2 threads. On a busy machine take `--threads 1`
+and `cpu_s_ratio`: threads that wait for a core spin, and the clock counts the neighbours. Values are random: no
+step's time depends on them. speculators' Trainer needs an accelerator, so its loop (forward, backward, clip, AdamW,
 schedule, metrics) is restated here; it is given its batch collated, and the faster of its two attentions
 that a CPU can run. `max_anchors` counts over the whole packed batch there, per sequence here.
 """
@@ -51,7 +52,7 @@ from stages.hidden_states.wire import HiddenBatch
 from stages.target import TargetHead, TargetShape
 from stages.train.config import TrainConfig
 
-THREADS, SEQUENCES, LENGTH, PROMPT, ANCHORS = 2, 4, 235, 107, 12  # anchors of a sequence
+SEQUENCES, LENGTH, PROMPT, ANCHORS = 4, 235, 107, 12  # anchors of a sequence
 SHAPE = TargetShape(num_layers=30, hidden_size=576, vocab_size=49152, max_positions=8192)
 DRAFT = DraftConfig(
     num_layers=2, num_heads=9, num_kv_heads=3, head_dim=64, intermediate_size=1536, vocab_size=8192,
@@ -181,9 +182,9 @@ def make(kind: Kind, problem: Problem) -> Step:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """This process as the only rank, on THREADS threads."""
-    torch.set_num_threads(THREADS)
+def alone(threads: int) -> Iterator[None]:
+    """This process as the only rank."""
+    torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
@@ -199,10 +200,10 @@ def timed(step: Step) -> tuple[float, float, float]:
     return loss, time.perf_counter() - wall, time.process_time() - cpu
 
 
-def speeds(repeats: int) -> dict[Kind, dict[str, Any]]:
+def speeds(repeats: int, threads: int) -> dict[Kind, dict[str, Any]]:
     """Steps of all kinds in turn, the first of each untimed."""
     problem = Problem.make()
-    with alone():
+    with alone(threads):
         steps = {kind: make(kind, problem) for kind in KINDS}
         taken = {kind: [timed(step)] for kind, step in steps.items()}
         for _ in range(repeats):
@@ -214,16 +215,17 @@ def speeds(repeats: int) -> dict[Kind, dict[str, Any]]:
             "tok_per_s": round(tokens / median(wall for _, wall, _ in times[1:]), 1),
             "tok_per_s_best": round(tokens / min(wall for _, wall, _ in times[1:]), 1),
             "cpu_s_per_step": round(median(cpu for *_, cpu in times[1:]), 4),
+            "cpu_s_per_step_best": round(min(cpu for *_, cpu in times[1:]), 4),
             "losses": [loss for loss, *_ in times],
         }
         for kind, times in taken.items()
     }
 
 
-def memory(kind: Kind) -> dict[str, int]:
+def memory(kind: Kind, threads: int) -> dict[str, int]:
     """Peak resident bytes of this process over three steps, and how much of it the steps added."""
     problem = Problem.make()
-    with alone():
+    with alone(threads):
         step = make(kind, problem)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         before_bytes = pages * os.sysconf("SC_PAGE_SIZE")
@@ -235,11 +237,11 @@ def memory(kind: Kind) -> dict[str, int]:
     return {"peak_bytes": peak_bytes, "added_by_steps_bytes": peak_bytes - before_bytes}
 
 
-def report(repeats: int) -> dict[str, Any]:
+def report(repeats: int, threads: int) -> dict[str, Any]:
     load = os.getloadavg()[0]
-    told = speeds(repeats)
+    told = speeds(repeats, threads)
     for kind in KINDS:
-        command = [sys.executable, "-m", "benchmarks.train", "--memory", kind]
+        command = [sys.executable, "-m", "benchmarks.train", "--memory", kind, "--threads", str(threads)]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
         told[kind] |= json.loads(run.stdout.splitlines()[-1])
     theirs: Kind = max(KINDS[2:], key=lambda kind: told[kind]["tok_per_s"])
@@ -251,6 +253,7 @@ def report(repeats: int) -> dict[str, Any]:
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load_before": load},
         "versions": {"torch": torch.__version__, "speculators": version("speculators")},
         "steps": repeats,
+        "threads": threads,
         "tokens_per_step": SEQUENCES * LENGTH,
         "compared_with": theirs,
         "tok_per_s_ratio": round(told["ours"]["tok_per_s"] / told[theirs]["tok_per_s"], 3),
@@ -266,8 +269,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15, help="timed steps of each kind")
     parser.add_argument("--memory", choices=KINDS, help="only the peak memory of one kind, in this process")
+    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    print(json.dumps(memory(args.memory) if args.memory else report(args.repeats), indent=None if args.memory else 2))
+    if args.memory:
+        print(json.dumps(memory(args.memory, args.threads)))
+    else:
+        print(json.dumps(report(args.repeats, args.threads), indent=2))
 
 
 if __name__ == "__main__":

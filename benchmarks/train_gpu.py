@@ -106,9 +106,10 @@ def loss_and_gradient(
     model = draft(size, head, config, device)
     anchors = torch.arange(size.length // 4, size.length - 8, max(1, size.length // 64), device=device)
     sums = draft_loss(model, shared_head(model, head), PackedBatch.from_hidden(batch).to(device), anchors, WEIGHTS)
-    (sums.total / sums.weight).backward()
+    loss = sums.total / sums.weight
+    loss.backward()
     flat = torch.cat([p.grad.flatten() for p in trainable(model).values() if p.grad is not None])
-    return float(sums.total / sums.weight), flat.cpu()
+    return float(loss.detach()), flat.cpu()
 
 
 def parity(size: Size, batch: HiddenBatch, head: TargetHead, device: torch.device) -> dict[str, float]:
