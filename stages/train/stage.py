@@ -9,6 +9,7 @@ from stages.artifacts import Workspace
 from stages.corpus import Corpus, TokenSequence
 from stages.draft.artifact import Draft
 from stages.draft.config import DraftConfig, check_draft
+from stages.draft.layers import check_corpus, check_exported
 from stages.engine.config import EngineConfig
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.pool import sample_layout, states_of
@@ -17,7 +18,7 @@ from stages.target import Target
 from stages.train.config import TrainConfig
 from stages.train.data import Order, usable
 from stages.train.fit import RAY, fit
-from stages.train.loop import CHECKPOINTS, RESULT, TrainJob
+from stages.train.loop import CHECKPOINTS, EXPORT, RESULT, TrainJob
 
 EXTRACTORS = "extractors"
 
@@ -45,6 +46,7 @@ def run(
     data = usable(corpus.sequences("train"), config.max_sequence_tokens)
     validation = usable(corpus.sequences("validation"), config.max_sequence_tokens)
     layer_ids = (*draft.aux_layer_ids, target.shape.num_layers)
+    check_corpus(layer_ids, corpus)
     _check_sequences((*data.sequences, *validation.sequences), draft, engine, target)
     window_bytes = hidden_states.window_bytes(hidden_states.segment_bytes * engine.num_actors, config.num_workers)
     layout = sample_layout(target, layer_ids, engine, hidden_states)
@@ -67,9 +69,12 @@ def run(
         ).total_steps
         out.events.progress("train", 0, steps, "step", "starting extractors")
         used = (*data.sequences, *validation.sequences)
-        with states_of(used, target, layer_ids, engine, hidden_states, work=work, out=out) as open_reader:
+        with states_of(
+            used, target, layer_ids, engine, hidden_states, work=work, out=out, references=[corpus.path]
+        ) as open_reader:
             job = TrainJob(config, draft, target, corpus, out, hidden_states.max_set_aside_share)
             fit(job, open_reader)
+    check_exported(layer_ids, out.path / EXPORT)
     told = json.loads(result.read_text(encoding="utf-8"))
     facts = {
         "layer_ids": list(layer_ids),

@@ -89,7 +89,14 @@ def test_stripes_share_all_tokens(num_tokens: int, stripes: int) -> None:
 
 
 def test_memory_for_a_batch_is_one_piece() -> None:
-    memory, states, scratch = Layout(2, 8, "bfloat16", 2).allocate([3, 0, 1])
+    leased = [torch.empty(0)]
+
+    def lease(size: int) -> torch.Tensor:
+        leased.append(torch.empty(size, dtype=torch.uint8))
+        return leased[-1]
+
+    states, scratch = Layout(2, 8, "bfloat16", 2).allocate([3, 0, 1], lease)
+    _, memory = leased
     assert states.shape == (4, 2, 8)
     assert [len(one) for one in scratch] == [2 * TRAILER_BYTES, 0, TRAILER_BYTES]
     assert states.nbytes + sum(map(len, scratch)) == memory.nbytes
