@@ -13,6 +13,7 @@ from stages.artifacts import Workspace
 from stages.corpus import Corpus, TokenSequence
 from stages.draft.artifact import Draft
 from stages.draft.config import DraftConfig, check_draft
+from stages.draft.layers import check_corpus, check_exported
 from stages.draft.vocab import choose_vocab, vocab_digest
 from stages.engine.config import EngineConfig
 from stages.engine.serving import stop_token_ids
@@ -24,7 +25,7 @@ from stages.target import Target, local_folder
 from stages.train.config import STOP, TrainConfig, check_train
 from stages.train.data import Order, Usable, usable
 from stages.train.fit import RAY, fit
-from stages.train.job import CHECKPOINTS, RESULT, STOPPED, TrainJob
+from stages.train.job import CHECKPOINTS, EXPORT, RESULT, STOPPED, TrainJob
 from stages.train.plots import CURVES, plot_training
 from stages.train.warm_start import check_init
 
@@ -64,6 +65,7 @@ def run(
     )
     _check_masked(data, validation, draft, hidden_states)
     layer_ids = (*draft.aux_layer_ids, target.shape.num_layers)
+    check_corpus(layer_ids, corpus)
     _check_sequences((*data.sequences, *validation.sequences), draft, engine, target)
     window_bytes = hidden_states.window_bytes(hidden_states.segment_bytes * engine.num_actors, config.num_workers)
     layout = sample_layout(target, layer_ids, engine, hidden_states)
@@ -92,9 +94,12 @@ def run(
         ).total_steps
         out.events.progress("train", 0, steps, "step", "starting extractors")
         used = (*data.sequences, *validation.sequences)
-        with states_of(used, target, layer_ids, engine, hidden_states, work=work, out=out) as open_reader:
+        with states_of(
+            used, target, layer_ids, engine, hidden_states, work=work, out=out, references=[corpus.path]
+        ) as open_reader:
             job = TrainJob(config, draft, target, corpus, out, hidden_states.max_set_aside_share, vocab_W)
             fit(job, open_reader)
+    check_exported(layer_ids, out.path / EXPORT)
     told = json.loads(result.read_text(encoding="utf-8"))
     plot_training(out.path / METRICS, out.path / CURVES)
     facts = {
