@@ -19,10 +19,11 @@ from stages.draft.config import DraftConfig
 from stages.engine.config import EngineConfig
 from stages.evaluate import stage as evaluate
 from stages.evaluate.config import EvaluateConfig
+from stages.events import Events
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.target import Target
 from stages.train import stage as train
-from stages.train.loop import EXPORT, RESULT
+from stages.train.job import EXPORT, RESULT
 from tests.stages.draft_helpers import CONFIG, DRAFT, LAYERS, make_job, random_sequences
 from tests.stages.served_helpers import artifact
 
@@ -110,6 +111,7 @@ def test_a_draft_is_exported_for_the_layers_it_was_trained_on(run_train: Run, tm
     work = tmp_path / "artifacts" / "train.partial"
     export(work / EXPORT, OTHER)
     (work / RESULT).write_text(json.dumps({"counts": {}, "metrics": {}, "facts": {}}))
+    Events(work).metrics({"loss": 1.0}, step=1)
     with pytest.raises(
         ValueError, match=r"layers: expected \[1, 3, 4\] .*found \[1, 2, 4\] in .*checkpoint/config\.json"
     ):
