@@ -120,7 +120,7 @@ def bench(repeats: int, folder: Path) -> dict[str, Any]:
             extractor_pool(target, LAYER_IDS, ENGINE, HiddenStatesConfig(), work=folder / "capturing")
         )
         args = engine_args(target, ENGINE, LAYER_IDS, {"kv_connector_extra_config": {}})
-        del args["speculative_config"], args["kv_transfer_config"]
+        del args["speculative_config"], args["kv_transfer_config"], args["scheduler_cls"]
         plain = stack.enter_context(EnginePool(ENGINE, args, folder / "plain"))
         rounds: dict[str, tuple[Callable[[], float], Callable[[], float], int]] = {
             "generate": (

@@ -30,6 +30,7 @@ from stages.corpus import Corpus
 from stages.draft.artifact import TEMPERATURES, Calibration, Draft
 from stages.draft.checkpoint import CALIBRATION_KEY, CONFIG, head_digest, load_draft, scale_confidence
 from stages.draft.config import DraftConfig
+from stages.draft.layers import check_trained
 from stages.draft.model import num_predictions
 from stages.engine.config import EngineConfig
 from stages.hidden_states.config import HiddenStatesConfig
@@ -64,10 +65,14 @@ def run(
     _require_uncalibrated(draft_artifact.checkpoint)
     if not (out.path / RECORDS).exists():
         layers = (*draft.aux_layer_ids, target.shape.num_layers)
+        check_trained(layers, draft_artifact, draft_artifact.checkpoint)
         out.events.progress("starting vLLM", 0, 0, "sequences")
         sequences = corpus.sequences("calibration")
+        work, references = out.path / WORK, [draft_artifact.path]
         with (
-            states_of(sequences, target, layers, engine, hidden_states, work=out.path / WORK, out=out) as open_reader,
+            states_of(
+                sequences, target, layers, engine, hidden_states, work=work, out=out, references=references
+            ) as open_reader,
             closing(open_reader(1)) as reader,
         ):
             record(config, target, corpus, draft_artifact, reader, out)

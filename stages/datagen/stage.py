@@ -72,7 +72,9 @@ def run(
     def begin(stack: ExitStack) -> Make:
         if template is None or not config.regenerate:
             return lambda conversations: keep_given(conversations, template, limits, watch.settled)
-        pool = stack.enter_context(extractor_pool(target, layer_ids, engine, hidden_states, work=work))
+        engines = extractor_pool(target, layer_ids, engine, hidden_states, work=work, references=[out.path])
+        pool = stack.enter_context(engines)
+        pool.proof.record(out)
         return lambda conversations: ShardRun(conversations, template, limits, watch.answered, watch.settled).run(pool)
 
     shards = _make_missing(cut(chosen(config, selection, vocab_size), work, config.shard_conversations), begin, watch)

@@ -58,6 +58,8 @@ def engine_args(
         args["distributed_executor_backend"] = "mp"  # vLLM's Ray executor wants bundles of one GPU each
     elif config.gpus_per_actor == 0:
         args["distributed_executor_backend"] = "stages.engine.executor.InCoreExecutor"
+    if config.gpus_per_actor == 0:
+        args["scheduler_cls"] = "stages.engine.scheduler.CaptureScheduler"
     if config.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
     if config.gpus_per_actor:

@@ -57,7 +57,7 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
     """hs_connectors' Mooncake connector, per request, with manifests and sealed objects; also on the CPU.
 
     `kv_connector_extra_config`: `mooncake` (of MooncakeStoreConfig, without the host name), `keep_s`,
-    `target`, `layer_ids`, `actor_pid`.
+    `target`, `actor_pid`. A manifest names the layers that the engine was told to capture.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -69,7 +69,8 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
         config = MooncakeStoreConfig(**mooncake, metadata_server=METADATA, local_hostname=host)
         self._store = SealedStore(config, extra["keep_s"])
         self._target: str = extra["target"]
-        self._layer_ids: list[int] = extra["layer_ids"]
+        hf_config = vllm_config.speculative_config.draft_model_config.hf_config
+        self._layer_ids: list[int] = hf_config.eagle_aux_hidden_state_layer_ids
         self._captured: set[str] = set()  # worker side: requests whose blocks the scheduler holds for us
 
     # Worker side

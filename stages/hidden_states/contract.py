@@ -25,6 +25,7 @@ Logprobs = Literal["all", "last"]
 
 _ROWS_AT_ONCE = 256  # bounds the fp32 logits held
 _SEED = 20260101
+SHORT_PROMPTS = 5  # the first of `Contract.prompts`: from engines of any size they are the same
 _SHORT_TOKENS = 48
 _LOWEST_ID = 256  # below: special tokens in many vocabularies, and bytes
 _MOST_LOGITS = 1 << 28  # 1 GiB in fp32: what an engine must find room for when it is asked about every position
@@ -118,10 +119,10 @@ class Contract:
     def prompts(self) -> list[tuple[np.ndarray, Logprobs]]:
         """Token ids (int32) and the positions to ask about; the same every time, to be asked for all at once.
 
-        Three different ones, the first again, one that shares half of the second, and two that are longer
-        than a prefill step, if the engine takes such, and otherwise as long as it takes: together they
-        fill more than a step, so that some sequence is cut. Of the long ones only the last position is
-        compared where all would cost the engine too much memory.
+        `SHORT_PROMPTS` short ones: three different ones, the first again, one that shares half of the second.
+        Then two that are longer than a prefill step, if the engine takes such, and otherwise as long as it
+        takes: together they fill more than a step, so that some sequence is cut. Of the long ones only the
+        last position is compared where all would cost the engine too much memory.
         """
         random = np.random.default_rng(_SEED)
         low = _LOWEST_ID if self.vocab_size > 2 * _LOWEST_ID else self.vocab_size // 4

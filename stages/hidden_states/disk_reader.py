@@ -12,7 +12,9 @@ from stages.corpus import TokenSequence
 from stages.hidden_states.buffers import BatchBuffers
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.disk import READ_THREADS, KeptStates, key_of
+from stages.hidden_states.flow import FlowMeter
 from stages.hidden_states.layout import Layout
+from stages.hidden_states.proof import Proof
 from stages.hidden_states.reader import BatchReader
 from stages.hidden_states.wire import HiddenStatesError
 
@@ -33,7 +35,9 @@ class DiskReader(BatchReader):
         self._entries = kept.entries()
         self._threads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="hidden-states-disk")
         layout = Layout(len(about.layer_ids), about.hidden_size, "bfloat16", stripes=1)
-        super().__init__(layout, BatchBuffers(_AHEAD_BYTES), _AHEAD_BYTES, _MOST_AHEAD, config.max_set_aside_share)
+        proof = Proof.read(kept.path)
+        meter = FlowMeter(_AHEAD_BYTES, about.layer_ids, proof.rms if proof else {})
+        super().__init__(layout, BatchBuffers(_AHEAD_BYTES), meter, _MOST_AHEAD, config.max_set_aside_share)
 
     def _size(self, sequence: TokenSequence) -> int:
         return self._layout.payload_bytes(len(sequence))

@@ -1,12 +1,12 @@
-"""Where hidden states are on their way, measured in time: the reader counts, who trains logs."""
+"""Where hidden states are on their way, measured in time, and how large they are: a reader counts, who trains logs."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Place = Literal["extractors", "transfer", "trainer"]
@@ -32,17 +32,22 @@ class Flow:
     reader_wait_s: float = 0.0  # nothing to fetch: all that the window allows was ready
     ready_batch_s: float = 0.0  # batches times the seconds for which they were ready
     byte_s: dict[Place, float] = field(default_factory=_nowhere)
+    batches: int = 0  # taken that were not empty
+    rms: dict[int, float] = field(default_factory=dict)  # by layer id: the batches' median RMS, added up
     window_bytes: int = 0  # what the reader may have in flight: asked for, and not yet read
+    proved_rms: Mapping[int, float] = field(default_factory=dict)  # by layer id: what engines gave at their check
 
     def __sub__(self, earlier: Flow) -> Flow:
-        return Flow(
-            self.elapsed_s - earlier.elapsed_s,
-            self.tokens - earlier.tokens,
-            self.trainer_wait_s - earlier.trainer_wait_s,
-            self.reader_wait_s - earlier.reader_wait_s,
-            self.ready_batch_s - earlier.ready_batch_s,
-            {place: self.byte_s[place] - earlier.byte_s[place] for place in PLACES},
-            self.window_bytes,
+        return replace(
+            self,
+            elapsed_s=self.elapsed_s - earlier.elapsed_s,
+            tokens=self.tokens - earlier.tokens,
+            trainer_wait_s=self.trainer_wait_s - earlier.trainer_wait_s,
+            reader_wait_s=self.reader_wait_s - earlier.reader_wait_s,
+            ready_batch_s=self.ready_batch_s - earlier.ready_batch_s,
+            byte_s={place: self.byte_s[place] - earlier.byte_s[place] for place in PLACES},
+            batches=self.batches - earlier.batches,
+            rms={layer: total - earlier.rms.get(layer, 0.0) for layer, total in self.rms.items()},
         )
 
     @property
@@ -62,7 +67,17 @@ class Flow:
             "flow/trainer_wait_share": self.trainer_wait_s / elapsed_s,
             "flow/reader_wait_share": self.reader_wait_s / elapsed_s,
             **{f"bottleneck/{place}": self.byte_s[place] / under_way for place in PLACES},
+            **self._sizes(),
         }
+
+    def _sizes(self) -> dict[str, float]:
+        """The layers' median RMS, and its ratio to what the engines gave at their check: text is not random tokens."""
+        values = {}
+        for layer, total in self.rms.items() if self.batches else ():
+            values[f"states/rms_layer_{layer}"] = mean = total / self.batches
+            if proved := self.proved_rms.get(layer):
+                values[f"states/rms_ratio_layer_{layer}"] = mean / proved
+        return values
 
     @property
     def note(self) -> str:
@@ -77,8 +92,11 @@ class Flow:
 class FlowMeter:
     """Follows bytes from place to place. Any thread may call it."""
 
-    def __init__(self, window_bytes: int) -> None:
-        self._window_bytes = window_bytes
+    def __init__(self, window_bytes: int, layer_ids: Sequence[int], proved_rms: Mapping[int, float]) -> None:
+        self.window_bytes = window_bytes
+        self._proved_rms = dict(proved_rms)
+        self._rms = dict.fromkeys(layer_ids, 0.0)
+        self._batches = 0
         self._lock = threading.Lock()
         self._started = self._now = time.monotonic()
         self._bytes = dict.fromkeys(PLACES, 0)
@@ -122,10 +140,14 @@ class FlowMeter:
             with self._change():
                 self._waiting -= 1
 
-    def taken(self, tokens: int) -> None:
-        """The trainer got this many."""
+    def taken(self, tokens: int, rms_L: Sequence[float]) -> None:
+        """The trainer got a batch of so many, and of this median RMS in every layer; not of none."""
         with self._change():
             self._tokens += tokens
+            if tokens:
+                self._batches += 1
+                for layer, rms in zip(self._rms, rms_L, strict=True):
+                    self._rms[layer] += rms
 
     def flow(self) -> Flow:
         """Totals up to now."""
@@ -137,7 +159,10 @@ class FlowMeter:
                 self._reader_wait_s,
                 self._ready_batch_s,
                 dict(self._byte_s),
-                self._window_bytes,
+                self._batches,
+                dict(self._rms),
+                self.window_bytes,
+                self._proved_rms,
             )
 
     @contextmanager

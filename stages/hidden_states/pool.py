@@ -23,11 +23,12 @@ from stages.engine.config import EngineConfig
 from stages.engine.pool import EnginePool
 from stages.engine.requests import GenerationRequest, GenerationResult
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.contract import Agreement, Contract
+from stages.hidden_states.contract import Contract
 from stages.hidden_states.disk import About, KeptStates
 from stages.hidden_states.disk_reader import DiskReader
 from stages.hidden_states.layout import Layout
 from stages.hidden_states.master import mooncake_master
+from stages.hidden_states.proof import Proof
 from stages.hidden_states.reader import StreamingReader
 from stages.hidden_states.samples import Endpoint, check_contract
 from stages.hidden_states.store import StoreAddress
@@ -42,11 +43,11 @@ _LEAST_SEGMENT_BYTES = 16 << 20  # Mooncake refuses to lend less
 
 @dataclass(frozen=True)
 class ExtractorPool:
-    """Engines that generate and extract; `agreement` is what the contract check measured on them."""
+    """Engines that generate and extract; `proof` is what the contract check found of them."""
 
     engines: EnginePool
     endpoint: Endpoint
-    agreement: Agreement
+    proof: Proof
 
     def generate(self, requests: Iterable[GenerationRequest]) -> Iterator[GenerationResult]:
         """See `EnginePool.generate`."""
@@ -55,13 +56,20 @@ class ExtractorPool:
 
 @contextmanager
 def extractor_pool(
-    target: Target, layer_ids: tuple[int, ...], engine: EngineConfig, config: HiddenStatesConfig, *, work: Path
+    target: Target,
+    layer_ids: tuple[int, ...],
+    engine: EngineConfig,
+    config: HiddenStatesConfig,
+    *,
+    work: Path,
+    references: Sequence[Path] = (),
 ) -> Iterator[ExtractorPool]:
     """Run `engine.num_actors` engines of `target` whose states can be read; everything ends with the context.
 
     `layer_ids`: the aux layers and, last, the number of layers (the state before the final norm).
     Logs go to `work`. Raises ValueError for settings that cannot work, EngineError when an engine does
-    not start, ContractError when captured states do not reproduce the engine's own log-probabilities.
+    not start, ContractError when captured states do not reproduce the engine's own log-probabilities, or differ
+    from what engines proved to `references`, folders that keep a proof or none.
     """
     num_layers = target.shape.num_layers
     if not layer_ids or layer_ids[-1] != num_layers or not all(0 <= k <= num_layers for k in layer_ids):
@@ -81,7 +89,7 @@ def extractor_pool(
             target,
             engine,
             layer_ids,
-            _kv_transfer(target, layer_ids, store, segment_bytes // engine.tensor_parallel, config),
+            _kv_transfer(target, store, segment_bytes // engine.tensor_parallel, config),
         )
         engines = stack.enter_context(EnginePool(engine, args, work))
         endpoint = Endpoint(
@@ -102,8 +110,9 @@ def extractor_pool(
                 step_tokens=engine.max_num_batched_tokens,
             ),
         )
-        endpoint, agreement = check_contract(endpoint, config)
-        yield ExtractorPool(engines, endpoint, agreement)
+        endpoint, proof = check_contract(endpoint, config)
+        proof.check_kept(references)
+        yield ExtractorPool(engines, endpoint, proof)
 
 
 def sample_layout(
@@ -123,15 +132,19 @@ def states_of(
     *,
     work: Path,
     out: Workspace,
+    references: Sequence[Path],
 ) -> Iterator[OpenReader]:
     """Whatever it takes for the states of `sequences` to be read; gives what opens a reader of them.
 
     With `hidden_states.transport=mooncake` that is an extractor pool, for as long as the context. With `disk`
-    it is a folder under the output root, which is filled from a pool first where anything is missing.
+    it is a folder under the output root, which is filled from a pool first where anything is missing. What the
+    engines proved is kept in `out`; it must agree with that of an earlier try, and of `references`.
     Raises ValueError when the disk has no room, and what `extractor_pool` does.
     """
+    references = (out.path, *references)
     if config.transport == "mooncake":
-        with extractor_pool(target, layer_ids, engine, config, work=work) as pool:
+        with extractor_pool(target, layer_ids, engine, config, work=work, references=references) as pool:
+            pool.proof.record(out)
             yield partial(open_reader, pool.endpoint, config)
         return
     settings = {"engine": fingerprint(engine), "hidden_states": fingerprint(config), "vllm": _vllm_version()}
@@ -144,14 +157,20 @@ def states_of(
             need_gib = kept.check_space(missing) / 2**30
             out.events.progress("starting extractors", 0, len(missing), "sequences", f"{need_gib:.2f} GiB on disk")
             with (
-                extractor_pool(target, layer_ids, engine, config, work=work) as pool,
+                extractor_pool(
+                    target, layer_ids, engine, config, work=work, references=(kept.path, *references)
+                ) as pool,
                 closing(open_reader(pool.endpoint, config, num_ranks=1)) as reader,
             ):
+                pool.proof.keep(kept.path)
 
                 def tell(done: int) -> None:
                     out.events.progress("extracting", done, len(missing), "sequences", reader.flow().note)
 
                 set_aside = kept.fill(reader, missing, tell)
+    if (proof := Proof.read(kept.path)) is not None:
+        proof.check_kept(references)
+        proof.record(out)
     yield lambda _: DiskReader(kept, config, set_aside)
 
 
@@ -163,9 +182,7 @@ def open_reader(endpoint: Endpoint, config: HiddenStatesConfig, num_ranks: int) 
     return StreamingReader(endpoint, config, num_ranks=num_ranks)
 
 
-def _kv_transfer(
-    target: Target, layer_ids: tuple[int, ...], store: StoreAddress, segment_bytes: int, config: HiddenStatesConfig
-) -> dict[str, Any]:
+def _kv_transfer(target: Target, store: StoreAddress, segment_bytes: int, config: HiddenStatesConfig) -> dict[str, Any]:
     return {
         "kv_connector": "HiddenStatesConnector",
         "kv_connector_module_path": "stages.hidden_states.connector",
@@ -180,7 +197,6 @@ def _kv_transfer(
             },
             "keep_s": 2 * config.sample_timeout_s,  # no reader waits longer than one time-out
             "target": target.identity,
-            "layer_ids": list(layer_ids),
         },
     }
 

@@ -21,9 +21,11 @@ from stages.hidden_states.buffers import BatchBuffers
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.flow import Flow, FlowMeter
 from stages.hidden_states.layout import Layout
+from stages.hidden_states.proof import layer_rms
 from stages.hidden_states.samples import Endpoint, SampleError, Samples
 from stages.hidden_states.wire import HiddenBatch, HiddenStatesError, check_set_aside
 
+_MEASURED_ROWS = 64  # of a batch
 _MIN_BATCHES_AHEAD = 2  # one that is being filled while the other waits to be taken
 
 
@@ -77,18 +79,18 @@ class ByteBudget:
 class BatchReader(ABC):
     """Implements `HiddenStatesReader`, all but where the states of one sequence come from.
 
-    Fetches ahead until batches of `window_bytes`, or `most_ahead` of them, are under way or ready, and two at least.
+    Fetches ahead until batches of the meter's `window_bytes`, or `most_ahead` of them, are under way or ready, and
+    two at least.
     """
 
     def __init__(
-        self, layout: Layout, buffers: BatchBuffers, window_bytes: int, most_ahead: int, max_set_aside_share: float
+        self, layout: Layout, buffers: BatchBuffers, meter: FlowMeter, most_ahead: int, max_set_aside_share: float
     ) -> None:
         self._layout = layout
         self._buffers = buffers
-        self._window_bytes = window_bytes
+        self._meter = meter
         self._most_ahead = most_ahead
         self._max_set_aside_share = max_set_aside_share
-        self._meter = FlowMeter(window_bytes)
         self._loop = BackgroundLoop("hidden-states-reader")
 
     def read(self, batches: Iterable[Sequence[TokenSequence]]) -> Iterator[HiddenBatch]:
@@ -128,7 +130,7 @@ class BatchReader(ABC):
             while True:
                 started = time.monotonic()
                 while len(ahead) < _MIN_BATCHES_AHEAD or (
-                    ahead_bytes < self._window_bytes and len(ahead) < self._most_ahead
+                    ahead_bytes < self._meter.window_bytes and len(ahead) < self._most_ahead
                 ):
                     if (sequences := next(source, None)) is None:
                         break
@@ -146,7 +148,7 @@ class BatchReader(ABC):
                 asked += len(batch.sequences) + len(batch.set_aside)
                 set_aside += batch.set_aside
                 check_set_aside(set_aside, asked, self._max_set_aside_share)
-                self._meter.taken(len(batch.states_TLD))
+                self._meter.taken(*_measured(batch.states_TLD))
                 yield replace(batch, wait_s=time.monotonic() - started)
         finally:
             for task, _ in ahead:
@@ -176,6 +178,14 @@ class BatchReader(ABC):
         return HiddenBatch(sequences, states_TLD, 0.0, set_aside)
 
 
+def _measured(states_TLD: torch.Tensor) -> tuple[int, list[float]]:
+    """Tokens, and the layers' median RMS over a few of them."""
+    tokens = len(states_TLD)
+    if not tokens:
+        return 0, []
+    return tokens, layer_rms(states_TLD[torch.linspace(0, tokens - 1, min(tokens, _MEASURED_ROWS)).long()])
+
+
 class StreamingReader(BatchReader):
     """Reads from a pool of extractors while they compute.
 
@@ -193,7 +203,8 @@ class StreamingReader(BatchReader):
         self._running = asyncio.Semaphore(running)
         buffers = BatchBuffers(window_bytes, self._samples.store.register, self._samples.store.unregister)
         # With small sequences the window alone would let a queue grow, behind which another read (a validation) waits.
-        super().__init__(endpoint.layout, buffers, window_bytes, 2 * running, config.max_set_aside_share)
+        meter = FlowMeter(window_bytes, endpoint.layer_ids, endpoint.proof.rms if endpoint.proof else {})
+        super().__init__(endpoint.layout, buffers, meter, 2 * running, config.max_set_aside_share)
 
     def read(self, batches: Iterable[Sequence[TokenSequence]]) -> Iterator[HiddenBatch]:
         """As `BatchReader.read`; every sequence is asked for `hidden_states.attempts` times at most.

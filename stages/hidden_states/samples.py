@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import os
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,14 +23,17 @@ from stages.engine.requests import EngineError, Extraction
 from stages.hidden_states.arrivals import Arrivals
 from stages.hidden_states.buffers import BatchBuffers
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.contract import Agreement, Contract, Logprobs
+from stages.hidden_states.contract import SHORT_PROMPTS, Contract, Logprobs
 from stages.hidden_states.layout import Layout, check_seal
+from stages.hidden_states.proof import Proof
 from stages.hidden_states.store import HiddenStatesStore, StoreAddress, StoreGoneError, error_name, stripe_name
 from stages.hidden_states.wire import HiddenStatesError, Manifest
 
 R = TypeVar("R")
 _CHECK_SLAB_BYTES = 16 << 20
-_READ_THREADS = 2  # reading and checking release the GIL
+# Reading and checking release the GIL. A get over TCP keeps a core busy at both ends: on two cores a second one
+# at a time made both slower (`raw_2` of `make bench-transfer`).
+_READ_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Endpoint:
     max_running: int  # sequences that all extractors run at once
     start_timeout_s: float
     contract: Contract  # what an engine must prove before its samples are used
-    lives: frozenset[str] = frozenset()  # of engines that have proved it
+    proof: Proof | None = None  # what they proved; whoever comes back must prove the same
+    lives: frozenset[str] = frozenset()  # of engines that have
 
 
 class SampleError(HiddenStatesError):
@@ -116,10 +121,11 @@ class Samples:
                 self.store.remove([error_name(key), *_names(expected)])
         return extraction
 
-    async def check(self, actor: int) -> Agreement:
+    async def check(self, actor: int) -> Proof:
         """Have `actor` prove that its states are right, and trust this life of its engine from then on.
 
-        Raises ContractError when they are not, SampleError when they cannot be had.
+        Raises ContractError when they are not, or not those of the endpoint's proof, SampleError when they cannot
+        be had.
         """
         contract, layout = self.endpoint.contract, self.endpoint.layout
         exact = dataclasses.replace(layout, encoding="bfloat16")
@@ -136,7 +142,7 @@ class Samples:
             states_TLD, said = await get(token_ids, which, exact)
             if layout != exact:
                 contract.judge_encoding(states_TLD, (await get(token_ids, which, layout))[0])
-            return states_TLD[:, -1], token_ids, said
+            return states_TLD, token_ids, said
 
         try:
             async with asyncio.TaskGroup() as group:  # on a failure the others end before the store is closed
@@ -147,9 +153,18 @@ class Samples:
             buffers.close()
         if len(lives) > 1:
             raise SampleError(f"engine {actor} was started again during its check", actor)
-        agreement = await self._in_thread(functools.partial(contract.judge, [task.result() for task in tasks]))
+        answers = [task.result() for task in tasks]
+
+        def judge() -> Proof:
+            agreement = contract.judge([(states_TLD[:, -1], ids, said) for states_TLD, ids, said in answers])
+            states = [states_TLD for states_TLD, *_ in answers[:SHORT_PROMPTS]]
+            return Proof.of(agreement, self.endpoint.layer_ids, states)
+
+        proof = await self._in_thread(judge)
+        if self.endpoint.proof is not None:
+            proof.check_same(self.endpoint.proof, "the pool's first engine gave")
         self.trusted |= lives
-        return agreement
+        return proof
 
     async def _readmit(self, actor: int) -> None:
         try:
@@ -214,14 +229,14 @@ def _names(manifest: Manifest) -> list[str]:
     return [stripe_name(manifest.key, stripe) for stripe in range(len(spans))]
 
 
-def check_contract(endpoint: Endpoint, config: HiddenStatesConfig) -> tuple[Endpoint, Agreement]:
-    """Have all engines at once prove their states: an endpoint that trusts them, and the worst agreement.
+def check_contract(endpoint: Endpoint, config: HiddenStatesConfig) -> tuple[Endpoint, Proof]:
+    """Have all engines at once prove their states: an endpoint that trusts them, and what they proved.
 
     Raises ContractError with what was measured, HiddenStatesError when states cannot be had.
     """
     samples = Samples(endpoint, config)
 
-    async def check_all() -> list[Agreement]:
+    async def check_all() -> list[Proof]:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(samples.check(actor)) for actor in range(len(endpoint.actors))]
@@ -231,10 +246,13 @@ def check_contract(endpoint: Endpoint, config: HiddenStatesConfig) -> tuple[Endp
 
     try:
         with BackgroundLoop("contract-check") as loop:
-            agreements = loop.run(check_all())
+            first, *others = loop.run(check_all())
     except SampleError as error:
         raise HiddenStatesError(f"contract check: no states from the extractors: {error}") from error
     finally:
         samples.close()
-    worst = max(agreements, key=lambda agreement: agreement.ratio / agreement.tolerance)
-    return dataclasses.replace(endpoint, lives=frozenset(samples.trusted)), worst
+    for actor, other in enumerate(others, start=1):
+        other.check_same(first, f"engine 0 gave and engine {actor} did not")
+    worst = max((p.agreement for p in (first, *others)), key=lambda agreement: agreement.ratio / agreement.tolerance)
+    proof = dataclasses.replace(first, agreement=worst)
+    return dataclasses.replace(endpoint, proof=proof, lives=frozenset(samples.trusted)), proof

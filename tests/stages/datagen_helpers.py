@@ -22,6 +22,8 @@ from stages.datagen.template import ChatTemplate
 from stages.engine.config import EngineConfig
 from stages.engine.requests import GenerationRequest, GenerationResult
 from stages.hidden_states.config import HiddenStatesConfig
+from stages.hidden_states.contract import Agreement
+from stages.hidden_states.proof import Proof
 from stages.target import Target
 
 CHATML = (
@@ -62,6 +64,7 @@ def make_target(root: Path, chat_template: str | None = CHATML) -> Target:
 
 
 Answer = Callable[[GenerationRequest, Any], GenerationResult]
+PROOF = Proof(Agreement(0.01, 1.0, 3.0, 700), {1: 2.0, 3: 4.0})
 
 
 def plain_answer(request: GenerationRequest, tokenizer: Any) -> GenerationResult:
@@ -80,11 +83,12 @@ class FakePool:
     crash_after: int | None = None
     starts: int = 0
     open: bool = False
+    proof: Proof = PROOF
     requests: list[GenerationRequest] = field(default_factory=list)
 
     @contextmanager
     def __call__(
-        self, target: Target, layer_ids: Any, engine: Any, hidden_states: Any, *, work: Path
+        self, target: Target, layer_ids: Any, engine: Any, hidden_states: Any, *, work: Path, references: Any
     ) -> Iterator[FakePool]:
         self.starts, self.open = self.starts + 1, True
         try:

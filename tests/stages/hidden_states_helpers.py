@@ -41,15 +41,16 @@ VOCAB_SIZE = 1000
 STRIPES = 2  # written one after the other here, by ranks of a real engine
 
 
-def states_of(token_ids: np.ndarray) -> torch.Tensor:
-    """What a pretended extractor gives for these tokens: bfloat16 [T, L, D]."""
+def states_of(token_ids: np.ndarray, layer_ids: tuple[int, ...] = LAYER_IDS) -> torch.Tensor:
+    """What a pretended extractor gives for these tokens: bfloat16 [T, L, D], each layer larger than the one before."""
     tokens, positions = torch.from_numpy(token_ids.astype(np.int64)), torch.arange(len(token_ids))
     rows_T = tokens * 1_000_003 + positions * 7_919
-    columns_LD = torch.arange(len(LAYER_IDS) * HIDDEN_SIZE).view(len(LAYER_IDS), HIDDEN_SIZE) * 1_299_709
+    layers_L1 = torch.tensor(layer_ids)[:, None]
+    columns_LD = (layers_L1 * HIDDEN_SIZE + torch.arange(HIDDEN_SIZE)) * 1_299_709
     mixed_TLD = rows_T[:, None, None] + columns_LD
     for shift, factor in ((15, 2_654_435_761), (13, 2_246_822_519), (16, 3_266_489_917)):
         mixed_TLD = (mixed_TLD ^ mixed_TLD >> shift) * factor % 2**32
-    return (mixed_TLD / 2**31 - 1).to(torch.bfloat16)
+    return ((mixed_TLD / 2**31 - 1) * 1.1**layers_L1).to(torch.bfloat16)
 
 
 def sequence(first: int, length: int = 5) -> TokenSequence:
@@ -132,11 +133,22 @@ class HarmfulStore(SealedStore):
 
 
 class PretendExtractor:
-    """Plays `faults[first token][attempt]`; everything else is extracted well, after a pretended prefill."""
+    """Plays `faults[first token][attempt]`; everything else is extracted well, after a pretended prefill.
+
+    It says that it captures `layer_ids`, and does so until it is told to `capture` others.
+    """
 
     def __init__(
-        self, master: str, home: Path, index: int, faults: dict[int, list[str]], slow: tuple[int, ...] = ()
+        self,
+        master: str,
+        home: Path,
+        index: int,
+        faults: dict[int, list[str]],
+        slow: tuple[int, ...] = (),
+        layer_ids: tuple[int, ...] = LAYER_IDS,
     ) -> None:
+        self.layer_ids = self.captured = layer_ids
+        self.life = str(os.getpid())
         self.head = load_head(home)
         with (home / f"lives-{index}").open("a+") as lives:
             lives.write("*")
@@ -155,9 +167,13 @@ class PretendExtractor:
         return os.getpid()
 
     async def watch(self, life: str) -> None:
-        if life != str(os.getpid()):
-            raise EngineError("died and was started again")
-        await asyncio.Event().wait()
+        while life == self.life:
+            await asyncio.sleep(0.05)
+        raise EngineError("died and was started again")
+
+    async def capture(self, layer_ids: tuple[int, ...]) -> None:
+        """As if it had been started again, and captured these layers from now on."""
+        self.captured, self.life = layer_ids, self.life + "+"
 
     async def log(self) -> list[int]:
         """First tokens of all requests so far."""
@@ -176,10 +192,10 @@ class PretendExtractor:
             await asyncio.sleep(0.3)
         manifest = Manifest(
             key=capture["key"],
-            shape=(len(token_ids), len(LAYER_IDS), HIDDEN_SIZE),
+            shape=(len(token_ids), len(self.layer_ids), HIDDEN_SIZE),
             encoding=capture["encoding"],
             stripes=STRIPES,
-            layer_ids=LAYER_IDS,
+            layer_ids=self.layer_ids,
             pre_norm=True,
             target="tiny",
             tokens_crc32=tokens_checksum(token_ids),
@@ -193,13 +209,13 @@ class PretendExtractor:
         reference = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(manifest).items()}
         if fault == "no pre_norm":
             del reference["pre_norm"]
-        return Extraction(reference, str(os.getpid()), *(self._logprobs(token_ids) if logprobs else ()))
+        return Extraction(reference, self.life, *(self._logprobs(token_ids) if logprobs else ()))
 
     def _logprobs(self, token_ids: np.ndarray) -> tuple[tuple[float, ...], int]:
         """Of all positions and a next token: what an engine with these states and this head would say."""
         next_token = int(token_ids[0])
         following = torch.tensor([*token_ids[1:].tolist(), next_token])
-        logits = self.head.logits(states_of(token_ids)[:, -1])
+        logits = self.head.logits(states_of(token_ids, self.layer_ids)[:, -1])
         return tuple(torch.log_softmax(logits, -1).gather(-1, following[:, None])[:, 0].tolist()), next_token
 
     async def _store(self, manifest: Manifest, token_ids: np.ndarray, fault: str) -> None:
@@ -208,7 +224,7 @@ class PretendExtractor:
             return
         if fault == "die late":
             os._exit(1)
-        states = states_of(token_ids)
+        states = states_of(token_ids, self.captured)
         if self.wrong:
             states = states.roll(1, 0)
         if fault == "zero":
@@ -243,19 +259,24 @@ def write_head(home: Path) -> None:
 
 @contextlib.contextmanager
 def extractors(
-    master: str, home: Path, count: int, faults: dict[int, list[str]] | None = None, slow: tuple[int, ...] = ()
+    master: str,
+    home: Path,
+    count: int,
+    faults: dict[int, list[str]] | None = None,
+    slow: tuple[int, ...] = (),
+    layer_ids: tuple[int, ...] = LAYER_IDS,
 ) -> Iterator[Endpoint]:
     """Actors that stand for `count` engines, and have passed the contract check."""
     write_head(home)
     make = ray.remote(PretendExtractor).options(num_cpus=0, max_restarts=-1, max_concurrency=64)
-    actors = tuple(make.remote(master, home, index, faults or {}, slow) for index in range(count))
+    actors = tuple(make.remote(master, home, index, faults or {}, slow, layer_ids) for index in range(count))
     ray.get([actor.ready.remote() for actor in actors])
     endpoint = Endpoint(
         actors=actors,
         store=address_of(master),
         target="tiny",
-        layer_ids=LAYER_IDS,
-        layout=Layout(len(LAYER_IDS), HIDDEN_SIZE, "bfloat16", STRIPES),
+        layer_ids=layer_ids,
+        layout=Layout(len(layer_ids), HIDDEN_SIZE, "bfloat16", STRIPES),
         store_bytes=count * SEGMENT_BYTES,
         segment_bytes=SEGMENT_BYTES,
         max_running=8 * count,

@@ -200,7 +200,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Corpus, Dra
     sequences = [said(sequence, ("user", f"Prompt {i // 2}?")) for i, sequence in enumerate(sequences)]
     corpus = artifact(Corpus, root / "corpus", {"temperature": 0.0})
     write_shard(corpus.path / "calibration-00000.parquet", sequences)
-    draft = artifact(Draft, root / "draft", {})
+    draft = artifact(Draft, root / "draft", {"layer_ids": [1, 3, 4]})
     model = build_draft(DRAFT, SHAPE, folder, verifier=str(folder), seed=0)
     torch.nn.init.normal_(model.confidence_head.proj.weight, std=0.5, generator=torch.Generator().manual_seed(0))
     export_draft(model, draft.checkpoint)

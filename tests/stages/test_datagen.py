@@ -267,6 +267,7 @@ def test_record_tells_where_the_corpus_came_from(
     assert corpus.record.metrics["mean_sequence_tokens"] == tokens / 40
     assert corpus.record.metrics["generated_tokens"] == supervised
     assert {p.name for p in corpus.path.iterdir()} - facts["files"].keys() == {
+        "contract.json",
         "metrics.jsonl",
         "record.json",
         "set_aside.jsonl",

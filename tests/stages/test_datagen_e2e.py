@@ -23,6 +23,7 @@ from stages.engine.config import EngineConfig
 from stages.engine.requests import GenerationRequest, GenerationResult
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.pool import ExtractorPool, extractor_pool
+from stages.hidden_states.proof import Proof
 from stages.target import Target, read_folder
 from tests.stages.datagen_helpers import END_OF_TURN, save_tokenizer, write_prompts
 
@@ -69,6 +70,10 @@ class Recorder:
     requests: dict[tuple[int, ...], GenerationRequest]
     results: dict[tuple[int, ...], GenerationResult]
     crash_after: int | None = None
+
+    @property
+    def proof(self) -> Proof:
+        return self.pool.proof
 
     def generate(self, requests: Iterable[GenerationRequest]) -> Iterator[GenerationResult]:
         asked = {request.id: request for request in requests}

@@ -37,7 +37,7 @@ def one_batch(meter: FlowMeter, clock: Clock, extract_s: float, transfer_s: floa
         meter.ready(100)
     clock.passes(ready_s)
     meter.ready(100, batches=-1)
-    meter.taken(10)
+    meter.taken(10, (1.0, 2.0))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def one_batch(meter: FlowMeter, clock: Clock, extract_s: float, transfer_s: floa
 def test_the_bottleneck_is_where_bytes_spend_their_time(
     clock: Clock, seconds: tuple[float, float, float], name: str
 ) -> None:
-    meter = FlowMeter(window_bytes=200)
+    meter = FlowMeter(200, (1, 3), {3: 4.0})
     one_batch(meter, clock, *seconds)
     found = meter.flow()
     extract_s, transfer_s, ready_s = seconds
@@ -62,13 +62,16 @@ def test_the_bottleneck_is_where_bytes_spend_their_time(
             "bottleneck/extractors": extract_s / 6,
             "bottleneck/transfer": transfer_s / 6,
             "bottleneck/trainer": ready_s / 6,
+            "states/rms_layer_1": 1.0,
+            "states/rms_layer_3": 2.0,
+            "states/rms_ratio_layer_3": 0.5,
         }
     )
     assert f"bottleneck {name}" in found.note
 
 
 def test_the_reader_does_not_wait_while_anything_is_fetched(clock: Clock) -> None:
-    meter = FlowMeter(window_bytes=200)
+    meter = FlowMeter(200, (1, 3), {3: 4.0})
     meter.ready(100)
     with meter.fetching(100, "transfer"):
         clock.passes(2)
@@ -77,16 +80,16 @@ def test_the_reader_does_not_wait_while_anything_is_fetched(clock: Clock) -> Non
 
 
 def test_a_try_that_fails_leaves_nothing_in_flight(clock: Clock) -> None:
-    meter = FlowMeter(window_bytes=200)
+    meter = FlowMeter(200, (1, 3), {3: 4.0})
     with suppress(OSError), meter.fetching(100, "extractors") as go:
         go("transfer")
         raise OSError("lost")
     clock.passes(5)
-    assert meter.flow() == Flow(elapsed_s=5, window_bytes=200)
+    assert meter.flow() == Flow(elapsed_s=5, rms={1: 0.0, 3: 0.0}, window_bytes=200, proved_rms={3: 4.0})
 
 
 def test_flows_are_of_the_time_in_between(clock: Clock) -> None:
-    meter = FlowMeter(window_bytes=200)
+    meter = FlowMeter(200, (1, 3), {3: 4.0})
     one_batch(meter, clock, 5, 1, 1)
     before = meter.flow()
     one_batch(meter, clock, 1, 1, 5)

@@ -23,8 +23,10 @@ from stages.corpus import TokenSequence
 from stages.engine.config import EngineConfig
 from stages.engine.requests import EngineError, GenerationRequest
 from stages.hidden_states.config import HiddenStatesConfig
+from stages.hidden_states.contract import SHORT_PROMPTS
 from stages.hidden_states.layout import TRAILER_BYTES
 from stages.hidden_states.pool import ExtractorPool, extractor_pool, open_reader, states_of
+from stages.hidden_states.proof import layer_rms
 from stages.hidden_states.store import HiddenStatesStore
 from stages.hidden_states.wire import HiddenBatch
 from stages.target import Target
@@ -86,6 +88,19 @@ def check_against_transformers(target: Target, batch: HiddenBatch) -> None:
             assert similarity.min() > 0.999
 
 
+def check_proof(target: Target, pool: ExtractorPool) -> None:
+    """What the engines proved of the first layers is what they measure in transformers, within rounding."""
+    model = AutoModelForCausalLM.from_pretrained(target.model, dtype=torch.float32)
+    short = [ids for ids, _ in pool.endpoint.contract.prompts()[:SHORT_PROMPTS]]
+    with torch.no_grad():
+        states = [model(torch.from_numpy(ids)[None].long(), output_hidden_states=True).hidden_states for ids in short]
+    sizes = layer_rms(torch.cat([torch.stack([of[layer][0] for layer in (1, 2)], dim=1) for of in states]))
+    assert sizes[1] / sizes[0] > 1.1
+    assert pool.proof.rms.keys() == set(LAYER_IDS)
+    for layer, size in zip((1, 2), sizes, strict=True):
+        assert pool.proof.rms[layer] == pytest.approx(size, rel=0.005)
+
+
 def check_generation(pool: ExtractorPool) -> None:
     requests = [GenerationRequest(s.id, tuple(s.input_ids[:9].tolist()), 12) for s in sequences(6)]
     together = {r.id: r.token_ids for r in pool.generate(requests)}
@@ -104,7 +119,9 @@ def check_disk(target: Target, pool: ExtractorPool, streamed: list[HiddenBatch],
     for engines in (nullcontext(pool), None):
         with (
             patch("stages.hidden_states.pool.extractor_pool", side_effect=[engines] if engines else AssertionError),
-            states_of(sequences(24), target, LAYER_IDS, ENGINE, config, work=out.path, out=out) as open_kept,
+            states_of(
+                sequences(24), target, LAYER_IDS, ENGINE, config, work=out.path, out=out, references=()
+            ) as open_kept,
             closing(open_kept(1)) as reader,
         ):
             assert torch.equal(joined(list(reader.read(batches))), joined(streamed))
@@ -114,8 +131,10 @@ def test_extraction_survives_its_engines(target: Target, cluster: None, tmp_path
     wanted = sequences(24)
     batches = [wanted[i : i + 4] for i in range(0, 24, 4)]
     with extractor_pool(target, LAYER_IDS, ENGINE, CONFIG, work=tmp_path) as pool:
-        assert 0.5 < pool.agreement.ratio < 1.2  # of the rounding expected
+        assert 0.5 < pool.proof.agreement.ratio < 1.2  # of the rounding expected
+        check_proof(target, pool)
         check_generation(pool)
+        assert "stages.engine.scheduler.CaptureScheduler" in (tmp_path / "engine-0.log").read_text()
         actors = ray.get([actor.ready.remote() for actor in pool.endpoint.actors])
         reader = open_reader(pool.endpoint, CONFIG, num_ranks=1)
         undisturbed = list(reader.read(batches))
@@ -148,7 +167,7 @@ def test_ranks_of_an_engine_share_the_writing(target: Target, cluster: None, tmp
     """Tensor parallel 2: two processes, each with half of the tokens in memory of its own."""
     engine = replace(ENGINE, num_actors=1, tensor_parallel=2)
     with extractor_pool(target, LAYER_IDS, engine, replace(CONFIG, segment_gib=1 / 32), work=tmp_path) as pool:
-        assert 0.5 < pool.agreement.ratio < 1.2
+        assert 0.5 < pool.proof.agreement.ratio < 1.2
         reader = open_reader(pool.endpoint, CONFIG, num_ranks=1)
         [batch] = reader.read([sequences(4)])
         reader.close()
