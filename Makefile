@@ -10,7 +10,7 @@ TORCH := torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
 
-.PHONY: help run test test-fast lint ui bench-transfer bench-datagen install lock clean
+.PHONY: help run test test-fast test-soak lint ui bench-transfer bench-datagen install lock clean
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
@@ -21,7 +21,10 @@ test: install ## everything the tests cover, real engines included
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: install ## only tests that start no engine
-	$(BIN)/python -m pytest -m "not e2e and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not e2e and not gpu and not soak" $(ARGS)
+
+test-soak: install ## only tests that break things at random moments, for minutes
+	$(BIN)/python -m pytest -m soak $(ARGS)
 
 lint: install ## ruff, mypy, import directions
 	$(BIN)/ruff check .
