@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from stages.hidden_states.wire import HiddenStatesError
 NOT_FOUND = -704
 _NO_ANSWER = (-900, -901)
 _PROBE_TIMEOUT_S = 5.0
+_BACK_WITHIN_S = 15.0  # what a master may take to be started again under its address, by whoever runs it
+_AGAIN_S = 0.1
 METADATA = "P2PHANDSHAKE"  # clients tell each other where their memory is; no metadata server
 
 
@@ -70,7 +73,8 @@ class HiddenStatesStore:
     """A reader's connection. It lends no memory, so nothing is lost with it.
 
     Raises HiddenStatesError with Mooncake's code, and StoreGoneError from the first call on that finds
-    the master gone (Mooncake itself tries for 4 s in every call).
+    the master gone (Mooncake itself tries for 4 s in every call). A master that is started again meanwhile has
+    forgotten all objects, and no call finds any of them any more: who waits for one is told, and asks again.
     """
 
     def __init__(self, address: StoreAddress) -> None:
@@ -156,18 +160,24 @@ class HiddenStatesStore:
         found = f"Mooncake {operation} {what}: expected success, found code {code}"
         if code in _NO_ANSWER:
             try:
-                _probe(self._master)  # a connection that broke alone is made again by the next call
+                _probe(self._master, _BACK_WITHIN_S)  # a connection that broke is made again by the next call
             except StoreGoneError as error:
                 self._gone = f"{found}; {error}"
                 raise StoreGoneError(self._gone) from error
         raise HiddenStatesError(found)
 
 
-def _probe(master: str) -> None:
-    """Raise StoreGoneError when nobody accepts a connection; Mooncake's setup takes 90 s to say so."""
+def _probe(master: str, within_s: float = 0.0) -> None:
+    """Raise StoreGoneError when nobody accepts a connection by then; Mooncake's setup takes 90 s to say so."""
     host, port = master.rsplit(":", 1)
-    try:
-        socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S).close()
-    except OSError as error:
-        asked = f"hidden_states.master_address={master}"
-        raise StoreGoneError(f"{asked}: expected a Mooncake master, found {error}") from error
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S).close()
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                asked = f"hidden_states.master_address={master}"
+                raise StoreGoneError(f"{asked}: expected a Mooncake master, found {error}") from error
+            time.sleep(_AGAIN_S)
+        else:
+            return

@@ -7,8 +7,11 @@ import contextlib
 import dataclasses
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +30,11 @@ from stages.engine.requests import EngineError, Extraction
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.contract import Contract
 from stages.hidden_states.layout import Layout
+from stages.hidden_states.master import _binary, _wait
 from stages.hidden_states.rows import CachedStates
 from stages.hidden_states.samples import Endpoint, check_contract
 from stages.hidden_states.store import METADATA, StoreAddress, in_own_memory, local_hostname
-from stages.hidden_states.wire import HiddenStatesError, Manifest
+from stages.hidden_states.wire import Manifest
 from stages.hidden_states.writer import SealedStore
 from stages.target import Target, load_head, read_folder
 
@@ -103,6 +107,16 @@ def stored_bytes(master: str) -> int:
     return int(float(line.split()[1]))
 
 
+def start_master(rpc_port: int, metrics_port: int, log: Path) -> subprocess.Popen[bytes]:
+    """A master that nobody looks after, as one that others run; returns when it answers."""
+    ports = [f"-rpc_port={rpc_port}", f"-metrics_port={metrics_port}", "-rpc_address=127.0.0.1"]
+    flags = [*ports, "-metrics_host=127.0.0.1", "-eviction_high_watermark_ratio=1.0", "-eviction_ratio=0"]
+    with log.open("ab") as output:
+        process = subprocess.Popen([str(_binary()), *flags], stdout=output, stderr=output)
+    _wait(process, "127.0.0.1", rpc_port, log)
+    return process
+
+
 class Lender:
     """Lends a segment to the store and puts objects into it, as an extractor's connector does."""
 
@@ -117,6 +131,10 @@ class Lender:
         """Mooncake's code: 0 or negative."""
         return int(self.store.put(key, value, in_own_memory(self.store)))
 
+    def put_anywhere(self, key: str, value: bytes) -> int:
+        """The same, in any extractor's memory."""
+        return int(self.store.put(key, value))
+
     def close(self) -> None:
         self.store.close()
 
@@ -126,10 +144,10 @@ class HarmfulStore(SealedStore):
 
     harm = ""
 
-    def _put(self, key: str, staging: torch.Tensor, size: int) -> None:
+    def _put(self, key: str, staging: torch.Tensor, size: int, patience_s: float) -> None:
         if self.harm == "flip":
             staging[9] ^= 1
-        super()._put(key, staging, size - (self.harm == "short"))
+        super()._put(key, staging, size - (self.harm == "short"), patience_s)
 
 
 class PretendExtractor:
@@ -161,6 +179,8 @@ class PretendExtractor:
         self.slow = slow
         self.asked: list[int] = []
         self.late: list[asyncio.Task[None]] = []
+        self.writer = ThreadPoolExecutor(1)
+        self.broken = ""
 
     @ray.method(max_task_retries=-1)
     async def ready(self) -> int:
@@ -175,6 +195,10 @@ class PretendExtractor:
         """As if it had been started again, and captured these layers from now on."""
         self.captured, self.life = layer_ids, self.life + "+"
 
+    async def break_down(self, how: str) -> None:
+        """From now on it does not answer ("stall") or store what it has answered ("mute"); "" as before."""
+        self.broken = how
+
     async def log(self) -> list[int]:
         """First tokens of all requests so far."""
         return self.asked
@@ -186,8 +210,12 @@ class PretendExtractor:
         fault = planned[capture["attempt"]] if capture["attempt"] < len(planned) else ""
         if fault == "die":
             os._exit(1)
+        if fault == "exit":
+            sys.exit(0)
         if fault == "refuse":
             raise ValueError("prompt too long")
+        if "stall" in (fault, self.broken):
+            await asyncio.Event().wait()
         if first in self.slow:
             await asyncio.sleep(0.3)
         manifest = Manifest(
@@ -220,7 +248,7 @@ class PretendExtractor:
 
     async def _store(self, manifest: Manifest, token_ids: np.ndarray, fault: str) -> None:
         await asyncio.sleep(0.01)
-        if fault == "lose":
+        if fault == "lose" or self.broken == "mute":
             return
         if fault == "die late":
             os._exit(1)
@@ -237,11 +265,14 @@ class PretendExtractor:
             manifest = replace(manifest, tokens_crc32=1)
         if fault == "other layers":
             manifest = replace(manifest, layer_ids=(1, 2))
+        await asyncio.get_running_loop().run_in_executor(self.writer, self._put, manifest, token_ids, states, fault)
+
+    def _put(self, manifest: Manifest, token_ids: np.ndarray, states: torch.Tensor, fault: str) -> None:
         self.store.harm = fault
         try:
             for stripe in range(STRIPES - (fault == "lose a stripe")):
                 self.store.put_stripe(manifest, stripe, token_ids, in_one_block(states))
-        except HiddenStatesError as error:
+        except RuntimeError as error:
             self.store.put_failure(manifest.key, str(error))
 
 

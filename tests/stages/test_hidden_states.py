@@ -178,7 +178,9 @@ def test_nobody_at_the_master_address_is_said_at_once() -> None:
     assert time.monotonic() - started < 10
 
 
-def test_a_master_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
+def test_a_master_that_dies_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.hidden_states.store._BACK_WITHIN_S", 0.5)
+
     def run(fail: bool) -> None:
         with mooncake_master("127.0.0.1", tmp_path / "master.log") as running:
             store = HiddenStatesStore(address_of(running))
