@@ -13,15 +13,7 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 import torch
-from hidden_states_helpers import (
-    SEGMENT_BYTES,
-    Lender,
-    address_of,
-    kill_master,
-    master_process,
-    metrics_url,
-    wait_until_dead,
-)
+from store_helpers import SEGMENT_BYTES, Lender, address_of, kill_master, master_process, metrics_url, wait_until_dead
 
 from stages.hidden_states.arrivals import Arrivals
 from stages.hidden_states.layout import TRAILER_BYTES, Layout, as_bytes, check_seal, seal
