@@ -103,7 +103,7 @@ class Samples:
         layout = layout or self.endpoint.layout
         expected = self._expected(key, token_ids, attempt, layout)
         names, done = [error_name(key), *_names(expected)], False
-        capture = {"key": key, "attempt": attempt, "encoding": layout.encoding}
+        capture, breaks = {"key": key, "attempt": attempt, "encoding": layout.encoding}, self.store.breaks
         try:
             async with asyncio.timeout(self._timeout_s):
                 extraction = await self.dispatcher.call(actor, "extract", token_ids, capture, logprobs or "")
@@ -111,7 +111,7 @@ class Samples:
                 if logprobs is None and extraction.life not in self.trusted:
                     raise self.dispatcher.lost(actor, f"engine {actor} was started again and has not been checked")
                 # The bytes come after the answer, or never, if the engine dies in between.
-                fetching = self._fetch(extraction.reference, expected, (states_TLD, scratch), arrived)
+                fetching = self._fetch(extraction.reference, expected, (states_TLD, scratch), arrived, breaks)
                 await self.dispatcher.unless_lost(actor, extraction.life, fetching)
                 done = True
         except TimeoutError as error:
@@ -190,8 +190,11 @@ class Samples:
         expected: Manifest,
         into: tuple[torch.Tensor, torch.Tensor],
         arrived: Callable[[], None],
+        breaks: int,
     ) -> None:
-        await self._arrivals.wait(expected.key, _names(expected))  # before anything is refused: it is to be deleted
+        await self._arrivals.wait(
+            expected.key, _names(expected), breaks
+        )  # before anything is refused: it is to be deleted
         arrived()
         expected.check(reference)
         await self._in_thread(functools.partial(self._read, expected, *into))

@@ -22,6 +22,7 @@ _NO_ANSWER = (-900, -901)
 _PROBE_TIMEOUT_S = 5.0
 _BACK_WITHIN_S = 15.0  # what a master may take to be started again under its address, by whoever runs it
 _AGAIN_S = 0.1
+_ONE_BREAK_S = 2.0
 METADATA = "P2PHANDSHAKE"  # clients tell each other where their memory is; no metadata server
 
 
@@ -74,12 +75,14 @@ class HiddenStatesStore:
 
     Raises HiddenStatesError with Mooncake's code, and StoreGoneError from the first call on that finds
     the master gone (Mooncake itself tries for 4 s in every call). A master that is started again meanwhile has
-    forgotten all objects, and no call finds any of them any more: who waits for one is told, and asks again.
+    forgotten all objects, and no call finds any of them any more: who asked before `breaks` grew asks again.
     """
 
     def __init__(self, address: StoreAddress) -> None:
         self._master = address.master
         self._gone: str | None = None
+        self._broke = 0.0  # monotonic time of the last
+        self.breaks = 0  # times that the master did not answer and was there afterwards
         _probe(address.master)
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # Mooncake logs every call at INFO to stderr
         from mooncake.store import MooncakeDistributedStore
@@ -164,6 +167,9 @@ class HiddenStatesStore:
             except StoreGoneError as error:
                 self._gone = f"{found}; {error}"
                 raise StoreGoneError(self._gone) from error
+            if time.monotonic() - self._broke > _ONE_BREAK_S:  # several connections broke at once
+                self.breaks += 1
+            self._broke = time.monotonic()
         raise HiddenStatesError(found)
 
 

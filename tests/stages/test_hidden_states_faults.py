@@ -16,17 +16,8 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from hidden_states_helpers import (
-    SEGMENT_BYTES,
-    Lender,
-    address_of,
-    extractors,
-    kill_master,
-    sequence,
-    start_master,
-    states_of,
-    stored_bytes,
-)
+from hidden_states_helpers import extractors, sequence, states_of
+from store_helpers import SEGMENT_BYTES, Lender, address_of, kill_master, start_master, stored_bytes
 
 from stages.corpus import TokenSequence
 from stages.hidden_states.config import HiddenStatesConfig

@@ -10,13 +10,8 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from hidden_states_helpers import (
-    extractors,
-    kill_master,
-    sequence,
-    states_of,
-    stored_bytes,
-)
+from hidden_states_helpers import extractors, sequence, states_of
+from store_helpers import kill_master, stored_bytes
 from transport_contract import DAMAGED, LOST, Open, TransportContract
 
 from stages.hidden_states import store

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from hidden_states_helpers import extractors, sequence, states_of, stored_bytes
+from hidden_states_helpers import extractors, sequence, states_of
+from store_helpers import stored_bytes
 
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.master import mooncake_master
