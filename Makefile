@@ -26,11 +26,11 @@ test-fast: install ## only tests that start no engine
 test-soak: install ## only tests that break things at random moments, for minutes
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
-bench-train: install ## a training step against speculators' own: tokens/s, memory, loss
-	$(BIN)/python -m benchmarks.train $(ARGS)
+bench-train: install ## a training step against speculators' own: tokens/s, memory, loss; JSON
+	@$(BIN)/python -m benchmarks.train $(ARGS)
 
-bench-quality: install ## drafts of both losses from one corpus, served: ARGS="conf=smollm2 target.path=DIR"
-	$(BIN)/python -m benchmarks.quality $(ARGS)
+bench-quality: install ## drafts of both losses from one corpus, served: ARGS="conf=smollm2 target.path=DIR"; JSON
+	@$(BIN)/python -m benchmarks.quality $(ARGS)
 
 lint: install ## ruff, mypy, import directions
 	$(BIN)/ruff check .

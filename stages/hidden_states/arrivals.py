@@ -16,13 +16,17 @@ class Arrivals:
 
     def __init__(self, store: HiddenStatesStore) -> None:
         self._store = store
-        self._waiting: dict[str, tuple[Sequence[str], asyncio.Future[None]]] = {}
+        self._waiting: dict[str, tuple[Sequence[str], asyncio.Future[None], int]] = {}
         self._looking: asyncio.Task[None] | None = None
 
-    async def wait(self, key: str, names: Sequence[str]) -> None:
-        """Return when all objects of sample `key` are there. Raises HiddenStatesError with the producer's error."""
+    async def wait(self, key: str, names: Sequence[str], breaks: int) -> None:
+        """Return when all objects of sample `key` are there. Raises HiddenStatesError with the producer's error.
+
+        `breaks`: the store's when they were asked for; when there are more, they may be forgotten, and are not
+        waited for.
+        """
         future = asyncio.get_running_loop().create_future()
-        self._waiting[key] = (names, future)
+        self._waiting[key] = (names, future, breaks)
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         try:
@@ -33,15 +37,17 @@ class Arrivals:
     async def _look(self) -> None:
         while self._waiting:
             waiting = {key: held for key, held in self._waiting.items() if not held[1].done()}
-            asked = [name for key, (names, _) in waiting.items() for name in (error_name(key), *names)]
+            asked = [name for key, (names, *_) in waiting.items() for name in (error_name(key), *names)]
             try:
                 there = dict(zip(asked, self._store.exist(asked), strict=True))
             except HiddenStatesError as error:
-                for _, future in waiting.values():
+                for _, future, _ in waiting.values():
                     future.set_exception(type(error)(str(error)))
                 return
-            for key, (names, future) in waiting.items():
-                if there[error_name(key)]:
+            for key, (names, future, breaks) in waiting.items():
+                if self._store.breaks != breaks:
+                    future.set_exception(HiddenStatesError("the store's master may have been started again meanwhile"))
+                elif there[error_name(key)]:
                     future.set_exception(self._producer_error(key))
                 elif all(there[name] for name in names):
                     future.set_result(None)

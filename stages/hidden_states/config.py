@@ -19,7 +19,8 @@ class HiddenStatesConfig:
     transport: Literal["mooncake", "disk"] = resource("mooncake")
     protocol: Literal["tcp", "rdma"] = resource("tcp")
     device: str = resource("")  # RDMA devices, comma separated; empty: Mooncake chooses
-    master_address: str = resource("")  # host:port of a running master; empty: the stage runs its own
+    # host:port of a running master, which may be started again in 15 s (see store.py); empty: the stage runs its own
+    master_address: str = resource("")
     segment_gib: float = resource(0.5)  # memory each extractor lends to the store, shared by its ranks
     writer_threads: int = resource(2)
     window_share: float = resource(0.5)  # of the store's capacity that may be asked for and not yet read

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import os
 import uuid
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ _CHECK_SLAB_BYTES = 16 << 20
 # Reading and checking release the GIL. A get over TCP keeps a core busy at both ends: on two cores a second one
 # at a time made both slower (`raw_2` of `make bench-transfer`).
 _READ_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+_MOST_LATE = 10_000
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Samples:
         self._timeout_s = config.sample_timeout_s
         self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="hidden-states")
         self._arrivals = Arrivals(self.store)
+        self._late: deque[str] = deque(maxlen=_MOST_LATE)  # names that may appear after their try was given up
         self._session = uuid.uuid4().hex
         self._asked = 0
 
@@ -99,7 +102,8 @@ class Samples:
         key = f"{self._session}-{self._asked}-{attempt}"  # fresh: a late object of an earlier try harms nobody
         layout = layout or self.endpoint.layout
         expected = self._expected(key, token_ids, attempt, layout)
-        capture = {"key": key, "attempt": attempt, "encoding": layout.encoding}
+        names, done = [error_name(key), *_names(expected)], False
+        capture, breaks = {"key": key, "attempt": attempt, "encoding": layout.encoding}, self.store.breaks
         try:
             async with asyncio.timeout(self._timeout_s):
                 extraction = await self.dispatcher.call(actor, "extract", token_ids, capture, logprobs or "")
@@ -107,10 +111,14 @@ class Samples:
                 if logprobs is None and extraction.life not in self.trusted:
                     raise self.dispatcher.lost(actor, f"engine {actor} was started again and has not been checked")
                 # The bytes come after the answer, or never, if the engine dies in between.
-                fetching = self._fetch(extraction.reference, expected, (states_TLD, scratch), arrived)
+                fetching = self._fetch(extraction.reference, expected, (states_TLD, scratch), arrived, breaks)
                 await self.dispatcher.unless_lost(actor, extraction.life, fetching)
+                done = True
         except TimeoutError as error:
-            raise SampleError(f"no states within hidden_states.sample_timeout_s={self._timeout_s}", actor) from error
+            why = f"no states within hidden_states.sample_timeout_s={self._timeout_s}"
+            if logprobs is None:  # the next would wait as long: first it must show that it can
+                self.dispatcher.lost(actor, why)
+            raise SampleError(why, actor) from error
         except StoreGoneError:
             raise
         except (ActorLostError, ValueError, HiddenStatesError) as error:
@@ -118,7 +126,9 @@ class Samples:
         finally:
             # The store may be gone as well; what is left behind there is deleted by its writer in time.
             with contextlib.suppress(HiddenStatesError):
-                self.store.remove([error_name(key), *_names(expected)])
+                self.store.remove(names)
+            if not done:
+                self._late.extend(names)
         return extraction
 
     async def check(self, actor: int) -> Proof:
@@ -180,8 +190,11 @@ class Samples:
         expected: Manifest,
         into: tuple[torch.Tensor, torch.Tensor],
         arrived: Callable[[], None],
+        breaks: int,
     ) -> None:
-        await self._arrivals.wait(expected.key, _names(expected))  # before anything is refused: it is to be deleted
+        await self._arrivals.wait(
+            expected.key, _names(expected), breaks
+        )  # before anything is refused: it is to be deleted
         arrived()
         expected.check(reference)
         await self._in_thread(functools.partial(self._read, expected, *into))
@@ -218,8 +231,11 @@ class Samples:
             raise
 
     def close(self) -> None:
-        """Release the connection, when nothing runs any more."""
+        """Release the connection, when nothing runs any more. Mostly nothing is left behind in the store."""
         self._threads.shutdown()
+        with contextlib.suppress(HiddenStatesError):
+            if self._late:
+                self.store.remove(self._late)
         self.store.close()
 
 

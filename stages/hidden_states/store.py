@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from stages.hidden_states.wire import HiddenStatesError
 NOT_FOUND = -704
 _NO_ANSWER = (-900, -901)
 _PROBE_TIMEOUT_S = 5.0
+_BACK_WITHIN_S = 15.0  # what a master may take to be started again under its address, by whoever runs it
+_AGAIN_S = 0.1
+_ONE_BREAK_S = 2.0
 METADATA = "P2PHANDSHAKE"  # clients tell each other where their memory is; no metadata server
 
 
@@ -70,12 +74,15 @@ class HiddenStatesStore:
     """A reader's connection. It lends no memory, so nothing is lost with it.
 
     Raises HiddenStatesError with Mooncake's code, and StoreGoneError from the first call on that finds
-    the master gone (Mooncake itself tries for 4 s in every call).
+    the master gone (Mooncake itself tries for 4 s in every call). A master that is started again meanwhile has
+    forgotten all objects, and no call finds any of them any more: who asked before `breaks` grew asks again.
     """
 
     def __init__(self, address: StoreAddress) -> None:
         self._master = address.master
         self._gone: str | None = None
+        self._broke = 0.0  # monotonic time of the last
+        self.breaks = 0  # times that the master did not answer and was there afterwards
         _probe(address.master)
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # Mooncake logs every call at INFO to stderr
         from mooncake.store import MooncakeDistributedStore
@@ -156,18 +163,27 @@ class HiddenStatesStore:
         found = f"Mooncake {operation} {what}: expected success, found code {code}"
         if code in _NO_ANSWER:
             try:
-                _probe(self._master)  # a connection that broke alone is made again by the next call
+                _probe(self._master, _BACK_WITHIN_S)  # a connection that broke is made again by the next call
             except StoreGoneError as error:
                 self._gone = f"{found}; {error}"
                 raise StoreGoneError(self._gone) from error
+            if time.monotonic() - self._broke > _ONE_BREAK_S:  # several connections broke at once
+                self.breaks += 1
+            self._broke = time.monotonic()
         raise HiddenStatesError(found)
 
 
-def _probe(master: str) -> None:
-    """Raise StoreGoneError when nobody accepts a connection; Mooncake's setup takes 90 s to say so."""
+def _probe(master: str, within_s: float = 0.0) -> None:
+    """Raise StoreGoneError when nobody accepts a connection by then; Mooncake's setup takes 90 s to say so."""
     host, port = master.rsplit(":", 1)
-    try:
-        socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S).close()
-    except OSError as error:
-        asked = f"hidden_states.master_address={master}"
-        raise StoreGoneError(f"{asked}: expected a Mooncake master, found {error}") from error
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S).close()
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                asked = f"hidden_states.master_address={master}"
+                raise StoreGoneError(f"{asked}: expected a Mooncake master, found {error}") from error
+            time.sleep(_AGAIN_S)
+        else:
+            return

@@ -20,6 +20,12 @@ from stages.hidden_states.store import error_name, in_own_memory, stripe_name
 from stages.hidden_states.wire import Manifest
 
 _LONGEST_ERROR = 2048  # characters
+# A put that fails is tried again for as long: the store is full until somebody reads, or its master was started again
+# and this process has yet to tell it of its memory, which Mooncake does in a few seconds. Without a marker a reader
+# would wait for its time-out, so that one may take longer.
+_PATIENCE_S = 2.0
+_MARKER_PATIENCE_S = 20.0
+_AGAIN_S = 0.05
 
 
 class SealedStore(MooncakeHiddenStatesStore):
@@ -54,21 +60,22 @@ class SealedStore(MooncakeHiddenStatesStore):
             size += part.nbytes
         trailer = seal(as_bytes(staging[:size]), manifest, span)
         as_bytes(staging)[size : size + TRAILER_BYTES] = np.frombuffer(trailer, dtype=np.uint8)
-        self._put(stripe_name(manifest.key, stripe), staging, size + TRAILER_BYTES)
+        self._put(stripe_name(manifest.key, stripe), staging, size + TRAILER_BYTES, _PATIENCE_S)
 
     def put_failure(self, key: str, why: str) -> None:
         """Tell the consumer of a sample that it cannot be stored."""
         marker = np.frombuffer(why[:_LONGEST_ERROR].encode(), dtype=np.uint8)
         staging = self._staging_buffer("put", len(marker))
         as_bytes(staging)[: len(marker)] = marker
-        self._put(error_name(key), staging, len(marker))
+        self._put(error_name(key), staging, len(marker), _MARKER_PATIENCE_S)
 
-    def _put(self, name: str, staging: torch.Tensor, size: int) -> None:
+    def _put(self, name: str, staging: torch.Tensor, size: int, patience_s: float) -> None:
         """Store the first `size` bytes of `staging`."""
-        store = self._require_store()
-        code = store.put_from(name, staging.data_ptr(), size, in_own_memory(store))
-        if code != 0:
-            raise RuntimeError(f"Mooncake put of {size} bytes: expected success, found code {code} (-200: full)")
+        store, deadline = self._require_store(), time.monotonic() + patience_s
+        while (code := store.put_from(name, staging.data_ptr(), size, in_own_memory(store))) != 0:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Mooncake put of {size} bytes: expected success, found code {code} (-200: full)")
+            time.sleep(_AGAIN_S)
         with self._lock:
             self._written.append((time.monotonic(), name))
 

@@ -6,20 +6,19 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import socket
-import time
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import numpy as np
-import psutil
 import ray
 import torch
 from hs_connectors.mooncake_store import MooncakeStoreConfig
 from safetensors.torch import save_file
+from store_helpers import SEGMENT_BYTES, address_of
 
 from stages.artifacts import Workspace
 from stages.corpus import TokenSequence, tokens_checksum
@@ -29,14 +28,13 @@ from stages.hidden_states.contract import Contract
 from stages.hidden_states.layout import Layout
 from stages.hidden_states.rows import CachedStates
 from stages.hidden_states.samples import Endpoint, check_contract
-from stages.hidden_states.store import METADATA, StoreAddress, in_own_memory, local_hostname
-from stages.hidden_states.wire import HiddenStatesError, Manifest
+from stages.hidden_states.store import METADATA, local_hostname
+from stages.hidden_states.wire import Manifest
 from stages.hidden_states.writer import SealedStore
 from stages.target import Target, load_head, read_folder
 
 LAYER_IDS = (1, 3)
 HIDDEN_SIZE = 8
-SEGMENT_BYTES = 16 << 20  # the least that Mooncake takes
 VOCAB_SIZE = 1000
 STRIPES = 2  # written one after the other here, by ranks of a real engine
 
@@ -59,77 +57,15 @@ def sequence(first: int, length: int = 5) -> TokenSequence:
     return TokenSequence(f"s{first}", "test", ids, np.ones(length, dtype=bool))
 
 
-def address_of(master: str) -> StoreAddress:
-    """How readers reach the store of the master at host:port."""
-    return StoreAddress(master, "tcp", "")
-
-
-def master_process(master: str, parent: int | None = None) -> psutil.Process:
-    """The process of a master that this process, or `parent`, has started."""
-    flag = f"-rpc_port={master.rpartition(':')[2]}"
-    [process] = [p for p in psutil.Process(parent).children() if flag in p.cmdline()]
-    return process
-
-
-def kill_master(master: str) -> None:
-    """Kill it and wait until the kernel has closed its sockets; its parent has yet to reap it."""
-    process = master_process(master)
-    process.kill()
-    wait_until_dead(process)
-    host, port = master.rsplit(":", 1)
-    with contextlib.suppress(ConnectionError):  # a thread of the dead may still listen for a moment
-        while True:
-            socket.create_connection((host, int(port)), timeout=5).close()
-
-
-def wait_until_dead(process: psutil.Process) -> None:
-    """Wait until it has ended, whether or not somebody has reaped it."""
-    deadline = time.monotonic() + 5
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while process.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline, f"{process} lives"
-            time.sleep(0.01)
-
-
-def metrics_url(process: psutil.Process) -> str:
-    [port] = [flag.partition("=")[2] for flag in process.cmdline() if flag.startswith("-metrics_port=")]
-    return f"http://127.0.0.1:{port}/metrics"
-
-
-def stored_bytes(master: str) -> int:
-    """Bytes of all objects in the store."""
-    with urlopen(metrics_url(master_process(master)), timeout=5) as answer:
-        [line] = [x for x in answer.read().decode().splitlines() if x.startswith("master_allocated_bytes ")]
-    return int(float(line.split()[1]))
-
-
-class Lender:
-    """Lends a segment to the store and puts objects into it, as an extractor's connector does."""
-
-    def __init__(self, master: str, local_buffer_bytes: int = 4 << 20) -> None:
-        from mooncake.store import MooncakeDistributedStore
-
-        self.store = MooncakeDistributedStore()
-        lent = (SEGMENT_BYTES, local_buffer_bytes, "tcp", "", master)
-        assert self.store.setup(local_hostname(master), METADATA, *lent) == 0
-
-    def put(self, key: str, value: bytes) -> int:
-        """Mooncake's code: 0 or negative."""
-        return int(self.store.put(key, value, in_own_memory(self.store)))
-
-    def close(self) -> None:
-        self.store.close()
-
-
 class HarmfulStore(SealedStore):
     """What our connector writes with, and a way to damage what it has sealed."""
 
     harm = ""
 
-    def _put(self, key: str, staging: torch.Tensor, size: int) -> None:
+    def _put(self, key: str, staging: torch.Tensor, size: int, patience_s: float) -> None:
         if self.harm == "flip":
             staging[9] ^= 1
-        super()._put(key, staging, size - (self.harm == "short"))
+        super()._put(key, staging, size - (self.harm == "short"), patience_s)
 
 
 class PretendExtractor:
@@ -161,6 +97,8 @@ class PretendExtractor:
         self.slow = slow
         self.asked: list[int] = []
         self.late: list[asyncio.Task[None]] = []
+        self.writer = ThreadPoolExecutor(1)
+        self.broken = ""
 
     @ray.method(max_task_retries=-1)
     async def ready(self) -> int:
@@ -175,6 +113,10 @@ class PretendExtractor:
         """As if it had been started again, and captured these layers from now on."""
         self.captured, self.life = layer_ids, self.life + "+"
 
+    async def break_down(self, how: str) -> None:
+        """From now on it does not answer ("stall") or store what it has answered ("mute"); "" as before."""
+        self.broken = how
+
     async def log(self) -> list[int]:
         """First tokens of all requests so far."""
         return self.asked
@@ -186,8 +128,12 @@ class PretendExtractor:
         fault = planned[capture["attempt"]] if capture["attempt"] < len(planned) else ""
         if fault == "die":
             os._exit(1)
+        if fault == "exit":
+            sys.exit(0)
         if fault == "refuse":
             raise ValueError("prompt too long")
+        if "stall" in (fault, self.broken):
+            await asyncio.Event().wait()
         if first in self.slow:
             await asyncio.sleep(0.3)
         manifest = Manifest(
@@ -220,7 +166,7 @@ class PretendExtractor:
 
     async def _store(self, manifest: Manifest, token_ids: np.ndarray, fault: str) -> None:
         await asyncio.sleep(0.01)
-        if fault == "lose":
+        if fault == "lose" or self.broken == "mute":
             return
         if fault == "die late":
             os._exit(1)
@@ -237,11 +183,14 @@ class PretendExtractor:
             manifest = replace(manifest, tokens_crc32=1)
         if fault == "other layers":
             manifest = replace(manifest, layer_ids=(1, 2))
+        await asyncio.get_running_loop().run_in_executor(self.writer, self._put, manifest, token_ids, states, fault)
+
+    def _put(self, manifest: Manifest, token_ids: np.ndarray, states: torch.Tensor, fault: str) -> None:
         self.store.harm = fault
         try:
             for stripe in range(STRIPES - (fault == "lose a stripe")):
                 self.store.put_stripe(manifest, stripe, token_ids, in_one_block(states))
-        except HiddenStatesError as error:
+        except RuntimeError as error:
             self.store.put_failure(manifest.key, str(error))
 
 

@@ -13,15 +13,7 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 import torch
-from hidden_states_helpers import (
-    SEGMENT_BYTES,
-    Lender,
-    address_of,
-    kill_master,
-    master_process,
-    metrics_url,
-    wait_until_dead,
-)
+from store_helpers import SEGMENT_BYTES, Lender, address_of, kill_master, master_process, metrics_url, wait_until_dead
 
 from stages.hidden_states.arrivals import Arrivals
 from stages.hidden_states.layout import TRAILER_BYTES, Layout, as_bytes, check_seal, seal
@@ -178,7 +170,9 @@ def test_nobody_at_the_master_address_is_said_at_once() -> None:
     assert time.monotonic() - started < 10
 
 
-def test_a_master_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
+def test_a_master_that_dies_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.hidden_states.store._BACK_WITHIN_S", 0.5)
+
     def run(fail: bool) -> None:
         with mooncake_master("127.0.0.1", tmp_path / "master.log") as running:
             store = HiddenStatesStore(address_of(running))
@@ -197,6 +191,8 @@ def test_a_master_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
 
 def test_an_unreadable_error_marker_fails_its_own_sample_only() -> None:
     class Store:
+        breaks = 1
+
         def exist(self, keys: list[str]) -> list[bool]:
             return [key in ("bad.error", "bad.0", "good.0", "good.1") for key in keys]
 
@@ -207,10 +203,14 @@ def test_an_unreadable_error_marker_fails_its_own_sample_only() -> None:
         arrivals = Arrivals(cast("HiddenStatesStore", Store()))
         async with asyncio.timeout(5):
             return await asyncio.gather(
-                arrivals.wait("bad", ["bad.0"]), arrivals.wait("good", ["good.0", "good.1"]), return_exceptions=True
+                arrivals.wait("bad", ["bad.0"], 1),
+                arrivals.wait("good", ["good.0", "good.1"], 1),
+                arrivals.wait("forgotten", ["forgotten.0"], 0),
+                return_exceptions=True,
             )
 
-    bad, good = asyncio.run(wait())
+    bad, good, forgotten = asyncio.run(wait())
+    assert "master may have been started again" in str(forgotten)
     assert "why cannot be read: code -704" in str(bad)
     assert good is None
 

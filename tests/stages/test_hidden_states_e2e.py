@@ -15,7 +15,8 @@ import psutil
 import pytest
 import ray
 import torch
-from hidden_states_helpers import master_process, tiny_target
+from hidden_states_helpers import tiny_target
+from store_helpers import master_process
 from transformers import AutoModelForCausalLM
 
 from stages.artifacts import Workspace
