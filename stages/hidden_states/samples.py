@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import os
 import uuid
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -73,7 +72,8 @@ class Samples:
         self.dispatcher = Dispatcher(endpoint.actors, endpoint.start_timeout_s, self._readmit)
         self.trusted = set(endpoint.lives)
         self._timeout_s = config.sample_timeout_s
-        self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="hidden-states")
+        self._gets = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="hidden-states-get")
+        self._checks = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="hidden-states-check")
         self._arrivals = Arrivals(self.store)
         self._late: deque[str] = deque(maxlen=_MOST_LATE)  # names that may appear after their try was given up
         self._session = uuid.uuid4().hex
@@ -170,7 +170,7 @@ class Samples:
             states = [states_TLD for states_TLD, *_ in answers[:SHORT_PROMPTS]]
             return Proof.of(agreement, self.endpoint.layer_ids, states)
 
-        proof = await self._in_thread(judge)
+        proof = await self._in_thread(self._checks, judge)
         if self.endpoint.proof is not None:
             proof.check_same(self.endpoint.proof, "the pool's first engine gave")
         self.trusted |= lives
@@ -197,7 +197,9 @@ class Samples:
         )  # before anything is refused: it is to be deleted
         arrived()
         expected.check(reference)
-        await self._in_thread(functools.partial(self._read, expected, *into))
+        places = Layout.of(expected).places(*into)
+        await self._in_thread(self._gets, self._get, expected, places)
+        await self._in_thread(self._checks, _check, expected, places, into[0])
 
     def _expected(self, key: str, token_ids: np.ndarray, attempt: int, layout: Layout) -> Manifest:
         return Manifest(
@@ -212,18 +214,13 @@ class Samples:
             attempt=attempt,
         )
 
-    def _read(self, manifest: Manifest, states_TLD: torch.Tensor, scratch: torch.Tensor) -> None:
+    def _get(self, manifest: Manifest, places: list[tuple[slice, torch.Tensor, torch.Tensor]]) -> None:
         """All stripes in one call, each into its place."""
-        layout = Layout.of(manifest)
-        places = layout.places(states_TLD, scratch)
         self.store.get_into({name: place[1:] for name, place in zip(_names(manifest), places, strict=True)})
-        for span, payload, trailer in places:
-            check_seal(trailer.numpy().tobytes(), payload.numpy(), manifest, span)
-            layout.unpack(payload, states_TLD[span])
 
-    async def _in_thread(self, job: Callable[[], R]) -> R:
+    async def _in_thread(self, pool: ThreadPoolExecutor, job: Callable[..., R], *args: Any) -> R:
         """Run `job` in a thread, and wait for it even when cancelled: it writes into memory that others own."""
-        running = asyncio.get_running_loop().run_in_executor(self._threads, job)
+        running = asyncio.get_running_loop().run_in_executor(pool, job, *args)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -232,11 +229,22 @@ class Samples:
 
     def close(self) -> None:
         """Release the connection, when nothing runs any more. Mostly nothing is left behind in the store."""
-        self._threads.shutdown()
+        self._gets.shutdown()
+        self._checks.shutdown()
         with contextlib.suppress(HiddenStatesError):
             if self._late:
                 self.store.remove(self._late)
         self.store.close()
+
+
+def _check(
+    manifest: Manifest, places: list[tuple[slice, torch.Tensor, torch.Tensor]], states_TLD: torch.Tensor
+) -> None:
+    """Compare the seals of all stripes, and decode what is encoded."""
+    layout = Layout.of(manifest)
+    for span, payload, trailer in places:
+        check_seal(trailer.numpy().tobytes(), payload.numpy(), manifest, span)
+        layout.unpack(payload, states_TLD[span])
 
 
 def _names(manifest: Manifest) -> list[str]:
