@@ -186,7 +186,7 @@ def plot(told: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9, help="timed rounds of each contestant in the main case")
+    parser.add_argument("--repeats", type=int, default=25, help="timed rounds of each contestant in the main case")
     parser.add_argument("--consumers", type=int, default=4, help="the most consumers of the sweep")
     parser.add_argument("--plot", type=Path, default=Path("out/bench/transfer.png"))
     args = parser.parse_args()
