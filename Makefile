@@ -23,7 +23,7 @@ test: install ## everything the tests cover, real engines included
 test-fast: install ## only tests that start no engine
 	$(BIN)/python -m pytest -m "not e2e and not gpu and not soak" $(ARGS)
 
-test-soak: install ## only tests that break things at random moments, for minutes
+test-soak: install ## the long tests: kills at random moments, every stage killed, tensor parallelism; half an hour
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
 bench-train: install ## a training step against speculators' own: tokens/s, memory, loss; JSON

@@ -80,6 +80,7 @@ def test_changed_value_redoes_what_follows_and_says_why(road: Path, small: list[
     assert nodes["train"].reason == "train.lr 0.002 → 0.001"
 
 
+@pytest.mark.soak
 def test_killed_driver_resumes_to_the_same_weights(road: Path, small: list[str], tmp_path: Path) -> None:
     nodes, layout = plan(config(small, road)), Layout(tmp_path)
     for name in ("target", "datagen"):

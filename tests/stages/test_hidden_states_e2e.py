@@ -164,6 +164,7 @@ def test_extraction_survives_its_engines(target: Target, cluster: None, tmp_path
     assert all_gone(everything, within_s=10)
 
 
+@pytest.mark.soak
 def test_ranks_of_an_engine_share_the_writing(target: Target, cluster: None, tmp_path: Path) -> None:
     """Tensor parallel 2: two processes, each with half of the tokens in memory of its own."""
     engine = replace(ENGINE, num_actors=1, tensor_parallel=2)

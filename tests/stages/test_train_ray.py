@@ -125,7 +125,11 @@ def test_an_error_that_no_restart_helps_is_raised_as_it_is(tmp_path: Path, clust
     ("error", "told"),
     [
         (HiddenStatesError("the store\nis gone"), r"^the store is gone$"),
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), r"\.partial: No space left on device; make room"),
+        pytest.param(
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+            r"\.partial: No space left on device; make room",
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=["states", "disk"],
 )

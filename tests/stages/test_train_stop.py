@@ -103,7 +103,8 @@ class Run:
                 process.kill()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopping_signal_saves_the_step_that_is_done(signum: signal.Signals, tmp_path: Path) -> None:
     run = Run(tmp_path, replace(CONFIG, epochs=200, checkpoint_every_steps=10_000, validate_every_steps=10_000))
     try:
