@@ -169,6 +169,17 @@ class Artifact:
 A = TypeVar("A", bound=Artifact)
 
 
+@contextmanager
+def exclusive(lock_file: Path, otherwise: str) -> Iterator[None]:
+    """Hold a lock that dies with the process; raises BlockingIOError saying `otherwise` when another has it."""
+    with lock_file.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(otherwise) from error
+        yield
+
+
 @dataclass(frozen=True)
 class Workspace:
     """Where one stage builds one artifact.
@@ -220,13 +231,7 @@ class Workspace:
         Raises BlockingIOError with the folder's name when another run is building it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with self._lock_file.open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise BlockingIOError(
-                    f"{self.path}: another run is building this artifact; wait for it or stop it"
-                ) from error
+        with exclusive(self._lock_file, f"{self.path}: another run is building this artifact; wait for it or stop it"):
             yield dataclasses.replace(self, started=time.monotonic())
 
     def commit(

@@ -9,7 +9,6 @@ Legend: T tokens of one sequence, L captured layers, D hidden size.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
+from stages.artifacts import exclusive
 from stages.corpus import TokenSequence
 from stages.hidden_states.layout import as_bytes
 from stages.hidden_states.wire import HiddenStatesError, HiddenStatesReader
@@ -95,13 +95,8 @@ class KeptStates:
     def locked(self) -> Iterator[None]:
         """Hold the folder against other processes that would write; raises BlockingIOError when one does."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with self.path.with_name(self.path.name + ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise BlockingIOError(
-                    f"{self.path}: another run is writing states here; wait for it or stop it"
-                ) from error
+        lock_file = self.path.with_name(self.path.name + ".lock")
+        with exclusive(lock_file, f"{self.path}: another run is writing states here; wait for it or stop it"):
             yield
 
     def entries(self) -> dict[str, Entry]:

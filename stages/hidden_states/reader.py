@@ -190,7 +190,8 @@ class StreamingReader(BatchReader):
     """Reads from a pool of extractors while they compute.
 
     One reader a rank: `num_ranks` share the store. What was asked for and not yet read never exceeds
-    the rank's share of `hidden_states.window_share` of the store, so no put finds it full.
+    the rank's share of `hidden_states.window_share` of the store, so no put finds it full. An engine that was
+    started again proves itself with samples (`Contract.prompts`) that come on top, out of the rest of the store.
     """
 
     def __init__(self, endpoint: Endpoint, config: HiddenStatesConfig, *, num_ranks: int) -> None:
