@@ -95,7 +95,7 @@ def _publish(c: PipelineConfig, i: Inputs, out: Workspace) -> Artifact:
 
 STAGES: tuple[Stage, ...] = (
     Stage("target", "Target", (), ("target",), 1, _target),
-    Stage("datagen", "Corpus", ("target",), ("datagen", "engine"), 3, _datagen),
+    Stage("datagen", "Corpus", ("target",), ("datagen", "engine"), 4, _datagen),
     Stage("train", "Draft", ("target", "datagen"), ("train", "draft", "engine", "hidden_states"), 2, _train),
     Stage(
         "calibrate",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
 from typing import Any
@@ -27,7 +28,9 @@ from stages.datagen.prompts import chosen, select
 from stages.datagen.shards import Shard, cut
 from stages.datagen.template import ChatTemplate
 from stages.datagen.watch import Watch
+from stages.engine.args import engine_args
 from stages.engine.config import EngineConfig
+from stages.engine.pool import EnginePool
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.pool import extractor_pool
 from stages.target import Target
@@ -47,11 +50,10 @@ def run(
 ) -> Corpus:
     """Make the corpus of the config's sources with `target`.
 
-    The extractor pool is used for its engines: they generate, and its contract check proves at the
-    start that the states of `layer_ids` will be right when they are asked for later. It is started
-    for the first missing shard, and with `regenerate=false` not at all. Raises ValueError for
-    sources or a target that cannot be used, RuntimeError when too many conversations fail, and
-    whatever starting the engines raises.
+    For the first missing shard one extractor is started, to prove that the states of `layer_ids` will
+    be right when they are asked for later, and ends; then the engines that generate. With
+    `regenerate=false` there are neither. Raises ValueError for sources or a target that cannot be used,
+    RuntimeError when too many conversations fail, and whatever starting the engines raises.
     """
     check_values(config)
     if config.regenerate and config.max_new_tokens >= engine.max_model_len:
@@ -72,9 +74,12 @@ def run(
     def begin(stack: ExitStack) -> Make:
         if template is None or not config.regenerate:
             return lambda conversations: keep_given(conversations, template, limits, watch.settled)
-        engines = extractor_pool(target, layer_ids, engine, hidden_states, work=work, references=[out.path])
-        pool = stack.enter_context(engines)
-        pool.proof.record(out)
+        one = replace(engine, num_actors=1)
+        with extractor_pool(
+            target, layer_ids, one, hidden_states, work=work / "proof", references=[out.path]
+        ) as proven:
+            proven.proof.record(out)
+        pool = stack.enter_context(EnginePool(engine, engine_args(target, engine), work))
         return lambda conversations: ShardRun(conversations, template, limits, watch.answered, watch.settled).run(pool)
 
     shards = _make_missing(cut(chosen(config, selection, vocab_size), work, config.shard_conversations), begin, watch)

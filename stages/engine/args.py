@@ -22,14 +22,8 @@ def check_engine(config: EngineConfig) -> None:
             raise ValueError(f"engine.{key}={getattr(config, key)}: expected a positive number")
 
 
-def engine_args(
-    target: Target, config: EngineConfig, layer_ids: tuple[int, ...], kv_transfer_config: dict[str, Any]
-) -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs` for an engine that generates and extracts.
-
-    `layer_ids`: captured layers, numbered as vLLM does (k: the input of layer k; the number of
-    layers: the state before the final norm). `kv_transfer_config`: the connector that stores them.
-    """
+def engine_args(target: Target, config: EngineConfig) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs` for an engine that generates, and nothing else."""
     check_engine(config)
     # A prefill-only request samples one token, so the longest sequence needs one position more.
     max_model_len = min(config.max_model_len + 1, target.shape.max_positions)
@@ -44,24 +38,35 @@ def engine_args(
         "enforce_eager": config.enforce_eager,
         "tensor_parallel_size": config.tensor_parallel,
         "enable_expert_parallel": config.expert_parallel,
-        "enable_prefix_caching": False,  # a cached prefix is not computed, so its states would be missing
+        "enable_prefix_caching": False,  # bits would depend on what came before, and states of a prefix be missing
         "enable_chunked_prefill": True,
         "disable_log_stats": True,
-        "speculative_config": {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
-        },
-        "kv_transfer_config": {"kv_role": "kv_producer", **kv_transfer_config},
     }
     if config.tensor_parallel > 1:
         args["distributed_executor_backend"] = "mp"  # vLLM's Ray executor wants bundles of one GPU each
     elif config.gpus_per_actor == 0:
         args["distributed_executor_backend"] = "stages.engine.executor.InCoreExecutor"
-    if config.gpus_per_actor == 0:
-        args["scheduler_cls"] = "stages.engine.scheduler.CaptureScheduler"
     if config.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
     if config.gpus_per_actor:
         args["gpu_memory_utilization"] = config.gpu_memory_utilization
     return args
+
+
+def extractor_args(
+    target: Target, config: EngineConfig, layer_ids: tuple[int, ...], kv_transfer_config: dict[str, Any]
+) -> dict[str, Any]:
+    """The same for an engine whose states can be read; it should only prefill.
+
+    To vLLM capturing is a way of speculating, whose draft of every sequence is the token just sampled
+    (`vllm/v1/spec_decode/extract_hidden_states.py`); verified, in vain, it doubles the positions of every step
+    of generation. `layer_ids`: captured layers, numbered as vLLM does (k: the input of layer k; the number of
+    layers: the state before the final norm). `kv_transfer_config`: the connector that stores them.
+    """
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
+    }
+    transfer = {"kv_role": "kv_producer", **kv_transfer_config}
+    return engine_args(target, config) | {"speculative_config": speculative, "kv_transfer_config": transfer}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +18,9 @@ import ray
 
 from stages.artifacts import Workspace, digest, fingerprint
 from stages.corpus import TokenSequence
-from stages.engine.args import engine_args
+from stages.engine.args import extractor_args
 from stages.engine.config import EngineConfig
 from stages.engine.pool import EnginePool
-from stages.engine.requests import GenerationRequest, GenerationResult
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.contract import Contract
 from stages.hidden_states.disk import About, KeptStates
@@ -43,15 +42,10 @@ _LEAST_SEGMENT_BYTES = 16 << 20  # Mooncake refuses to lend less
 
 @dataclass(frozen=True)
 class ExtractorPool:
-    """Engines that generate and extract; `proof` is what the contract check found of them."""
+    """Engines that extract; `proof` is what the contract check found of them."""
 
-    engines: EnginePool
     endpoint: Endpoint
     proof: Proof
-
-    def generate(self, requests: Iterable[GenerationRequest]) -> Iterator[GenerationResult]:
-        """See `EnginePool.generate`."""
-        return self.engines.generate(requests)
 
 
 @contextmanager
@@ -85,7 +79,7 @@ def extractor_pool(
         if not master:
             master = stack.enter_context(mooncake_master(_own_host(), work / "mooncake_master.log"))
         store = StoreAddress(master, config.protocol, config.device)
-        args = engine_args(
+        args = extractor_args(
             target,
             engine,
             layer_ids,
@@ -112,7 +106,7 @@ def extractor_pool(
         )
         endpoint, proof = check_contract(endpoint, config)
         proof.check_kept(references)
-        yield ExtractorPool(engines, endpoint, proof)
+        yield ExtractorPool(endpoint, proof)
 
 
 def sample_layout(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -76,7 +77,7 @@ def plain_answer(request: GenerationRequest, tokenizer: Any) -> GenerationResult
 
 @dataclass
 class FakePool:
-    """Stands in for `extractor_pool`: counts starts and requests, and dies after `crash_after` answers."""
+    """Stands in for the stage's engines: counts starts and requests, and dies after `crash_after` answers."""
 
     tokenizer: Any
     answer: Answer = plain_answer
@@ -86,10 +87,13 @@ class FakePool:
     proof: Proof = PROOF
     requests: list[GenerationRequest] = field(default_factory=list)
 
+    def install(self, patch: pytest.MonkeyPatch) -> FakePool:
+        patch.setattr(stage, "extractor_pool", lambda *_, **__: nullcontext(self))
+        patch.setattr(stage, "EnginePool", self)
+        return self
+
     @contextmanager
-    def __call__(
-        self, target: Target, layer_ids: Any, engine: Any, hidden_states: Any, *, work: Path, references: Any
-    ) -> Iterator[FakePool]:
+    def __call__(self, config: EngineConfig, args: dict[str, Any], work: Path) -> Iterator[FakePool]:
         self.starts, self.open = self.starts + 1, True
         try:
             yield self
@@ -116,7 +120,7 @@ def run_datagen(folder: Path, target: Target, rows: list[Any], name: str = "corp
         **{"max_new_tokens": 64, "min_supervised_tokens": 2, **values},
     )
     out = Workspace(final=folder / name, identity="x")
-    engine, hidden_states = EngineConfig(max_model_len=1024), HiddenStatesConfig()
+    engine, hidden_states = EngineConfig(max_model_len=1024, kv_cache_gib=1.0), HiddenStatesConfig()
     with out.locked():
         return stage.run(config, target, engine=engine, hidden_states=hidden_states, layer_ids=(1, 3), out=out)
 

@@ -14,7 +14,6 @@ import pytest
 
 from stages.artifacts import Workspace, file_digest
 from stages.corpus import SPLITS, Corpus
-from stages.datagen import stage
 from stages.datagen.generate import request_seed
 from stages.datagen.template import ChatTemplate
 from stages.engine.requests import GenerationRequest, GenerationResult
@@ -46,9 +45,7 @@ def template(target: Target) -> ChatTemplate:
 
 @pytest.fixture
 def pool(template: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> FakePool:
-    fake = FakePool(template.tokenizer)
-    monkeypatch.setattr(stage, "extractor_pool", fake)
-    return fake
+    return FakePool(template.tokenizer).install(monkeypatch)
 
 
 @pytest.fixture

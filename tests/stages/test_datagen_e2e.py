@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -19,10 +21,11 @@ from stages.corpus import SPLITS, Corpus
 from stages.datagen import stage
 from stages.datagen.config import DatagenConfig
 from stages.datagen.template import ChatTemplate
+from stages.engine.args import engine_args
 from stages.engine.config import EngineConfig
+from stages.engine.pool import EnginePool
 from stages.engine.requests import GenerationRequest, GenerationResult
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.pool import ExtractorPool, extractor_pool
 from stages.hidden_states.proof import Proof
 from stages.target import Target, read_folder
 from tests.stages.datagen_helpers import END_OF_TURN, save_tokenizer, write_prompts
@@ -66,14 +69,10 @@ def random_target(root: Path) -> Target:
 class Recorder:
     """A real pool that remembers its traffic and dies before answering the request after `crash_after`."""
 
-    pool: ExtractorPool
+    pool: EnginePool
     requests: dict[tuple[int, ...], GenerationRequest]
     results: dict[tuple[int, ...], GenerationResult]
     crash_after: int | None = None
-
-    @property
-    def proof(self) -> Proof:
-        return self.pool.proof
 
     def generate(self, requests: Iterable[GenerationRequest]) -> Iterator[GenerationResult]:
         asked = {request.id: request for request in requests}
@@ -90,6 +89,19 @@ def cluster() -> Iterator[None]:
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
+
+
+def check_generation(pool: EnginePool) -> None:
+    random = np.random.default_rng(0)
+    prompts = [tuple(random.integers(2, 320, length).tolist()) for length in (3, 9, 9, 40, 130, 300)]
+    requests = [GenerationRequest(str(i), ids, 12) for i, ids in enumerate(prompts)]
+    together = {r.id: r.token_ids for r in pool.generate(requests)}
+    alone = {r.id: r.token_ids for request in requests for r in pool.generate([request])}
+    assert together == alone
+    assert all(1 <= len(ids) <= 12 for ids in together.values())
+    [refused] = pool.generate([GenerationRequest("long", tuple(range(2, 302)) * 2, 1)])
+    assert refused.finish_reason == "error"
+    assert "512" in refused.error  # the engine's own words, with its limit
 
 
 @pytest.mark.e2e
@@ -113,21 +125,19 @@ def test_real_engines_give_exact_tokens_and_resume_to_the_same_bytes(
         with out.locked():
             return stage.run(config, target, engine=ENGINE, hidden_states=STORE, layer_ids=LAYER_IDS, out=out)
 
-    with extractor_pool(target, LAYER_IDS, ENGINE, STORE, work=tmp_path / "engines") as pool:
+    with EnginePool(ENGINE, engine_args(target, ENGINE), tmp_path / "engines") as pool:
+        check_generation(pool)
         recorder = Recorder(pool, {}, {})
-
-        @contextmanager
-        def shared(*_: Any, **__: Any) -> Iterator[Recorder]:
-            yield recorder
-
         with monkeypatch.context() as patch:
-            patch.setattr(stage, "extractor_pool", shared)
+            patch.setattr(stage, "extractor_pool", lambda *_, **__: nullcontext(Mock()))
+            patch.setattr(stage, "EnginePool", lambda *_: nullcontext(recorder))
             whole = run("whole")
             traffic = dict(recorder.results)
             recorder.results, recorder.crash_after = {}, 10
             with pytest.raises(RuntimeError, match="the driver died"):
                 run("resumed")
-    resumed = run("resumed")  # with engines of its own
+    resumed = run("resumed")  # with engines of its own, once one has proved its states
+    assert Proof.read(resumed.path) is not None
 
     assert {path.name: path.read_bytes() for path in whole.path.glob("*.parquet")} == {
         path.name: path.read_bytes() for path in resumed.path.glob("*.parquet")

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from stages.corpus import Corpus
-from stages.datagen import stage
 from stages.datagen.template import ChatTemplate, TemplateRefusal
 from stages.datagen.transcript import Transcript
 from stages.engine.requests import GenerationRequest, GenerationResult
@@ -103,9 +102,7 @@ def load(tmp_path: Path) -> Load:
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePool:
-    fake = FakePool(ChatTemplate.load(make_target(tmp_path / "for-pool"), "template").tokenizer)
-    monkeypatch.setattr(stage, "extractor_pool", fake)
-    return fake
+    return FakePool(ChatTemplate.load(make_target(tmp_path / "for-pool"), "template").tokenizer).install(monkeypatch)
 
 
 @pytest.fixture

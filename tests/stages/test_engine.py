@@ -20,7 +20,7 @@ import torch
 from stages.artifacts import Record
 from stages.engine import pool as pool_module
 from stages.engine.actor import ActorSpec
-from stages.engine.args import check_engine, engine_args
+from stages.engine.args import check_engine, engine_args, extractor_args
 from stages.engine.config import EngineConfig
 from stages.engine.cpu import bind_cores, cpu_environment
 from stages.engine.dispatch import BackgroundLoop
@@ -65,13 +65,14 @@ def test_engine_arguments() -> None:
     shape = {"num_layers": 3, "hidden_size": 8, "vocab_size": 16, "max_positions": 512}
     facts = {"built": False, "model": "some/model", "revision": "abc", "trust_remote_code": False, "shape": shape}
     target = Target(Path(), Record("Target", "id", 1, {}, {}, {}, {}, facts, "", "", 0.0))
-    args = engine_args(target, CPU, (1, 3), {"kv_connector": "C"})
+    assert engine_args(target, replace(CPU, max_model_len=512))["max_model_len"] == 512
+    assert engine_args(target, replace(CPU, tensor_parallel=2))["distributed_executor_backend"] == "mp"
+    assert "speculative_config" not in engine_args(target, CPU)
+    args = extractor_args(target, CPU, (1, 3), {"kv_connector": "C"})
     assert args["enable_prefix_caching"] is False
     assert args["max_model_len"] == CPU.max_model_len + 1  # the token that a prefill-only request samples
     assert args["speculative_config"]["draft_model_config"]["hf_config"] == {"eagle_aux_hidden_state_layer_ids": [1, 3]}
     assert args["kv_transfer_config"] == {"kv_role": "kv_producer", "kv_connector": "C"}
-    assert engine_args(target, replace(CPU, max_model_len=512), (3,), {})["max_model_len"] == 512
-    assert engine_args(target, replace(CPU, tensor_parallel=2), (3,), {})["distributed_executor_backend"] == "mp"
 
 
 def test_root_cause_is_the_last_exception_of_this_life(tmp_path: Path) -> None:
