@@ -40,6 +40,7 @@ OVERRIDES = (
     "train.checkpoint_every_steps=1000",
     "evaluate.min_acceptance_length=7.0",
     "evaluate.max_new_tokens=48",
+    f"evaluate.prompts_per_domain={SEQUENCES}",
 )
 
 
@@ -139,5 +140,6 @@ def test_memorised_draft_is_served_at_full_length(road: Path, small: list[str], 
         report = evaluate(settings.evaluate, target, corpus, as_trained, out=spaces["evaluate"], **shared)
     finally:
         ray.shutdown()
+    assert report.record.counts["evaluated"] == SEQUENCES
     acceptance = json.loads((report.path / "report.json").read_text())["acceptance"]
     assert acceptance["pooled"]["acceptance_length"] >= 7.0

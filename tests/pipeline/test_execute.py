@@ -52,7 +52,7 @@ def test_failure_is_told_and_resumed(tmp_path: Path) -> None:
     assert [m.step for m in client.get_metric_history(by_name["datagen"].info.run_id, "loss_nat")] == [1]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.soak)])
 def test_signal_while_ray_starts_is_obeyed(signum: signal.Signals, tmp_path: Path) -> None:
     with start(tmp_path, "ok") as driver:
         assert driver.stdout is not None

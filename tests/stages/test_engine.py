@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 import ray
-import torch
 
 from stages.artifacts import Record
 from stages.engine import pool as pool_module
@@ -236,12 +235,3 @@ def test_a_pool_larger_than_the_cluster_is_refused(pretend: None, tmp_path: Path
     with pytest.raises(EngineError, match=r"engine\.num_actors=9"), EnginePool(config, {}, tmp_path):
         pytest.fail("started")
     assert free_cpus() == 4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_sampling_values_reach_every_token_of_their_request(dtype: torch.dtype) -> None:
-    from stages.engine.executor import expand
-
-    output = torch.full((6,), -7, dtype=dtype)
-    expand(output, torch.tensor([0, 2, 5], dtype=dtype), torch.tensor([1, 3, 6], dtype=torch.int32), 0, 1)
-    assert output.tolist() == [1, 2, 2, 5, 5, 5]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -186,6 +187,13 @@ def simulated(target: Target, checkpoint: Path, prompt: EvaluationPrompt, answer
     return rounds_K
 
 
+def all_end(pids: list[int], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
 @pytest.mark.e2e
 def test_draft_served_by_vllm(
     cluster: None, served: tuple[Target, Corpus, Calibration], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,9 +201,19 @@ def test_draft_served_by_vllm(
     """Text is unchanged, rounds are those of the reference drafting, the gate holds, a second try serves nothing."""
     target, corpus, calibration = served
     with Workspace(tmp_path / "report", "r").locked() as out:
-        gated = replace(CONFIG, min_acceptance_length=4.9)
+        gated, pids = replace(CONFIG, min_acceptance_length=4.9), []
+
+        @contextmanager
+        def watched(spec: ServingSpec) -> Iterator[Any]:
+            with serving(spec) as actor:
+                pids.append(actor.__ray_call__.remote(lambda _: os.getpid()))
+                yield actor
+
+        monkeypatch.setattr("stages.evaluate.serve.serving", watched)
         with pytest.raises(RuntimeError, match=r"min_acceptance_length=4\.9"):
             stage.run(gated, *served, draft=MARKOV_DRAFT, engine=ENGINE, out=out)
+        assert len(pids) == 2
+        assert all_end(ray.get(pids), within_s=10)
         options = {"max_model_len": ENGINE.max_model_len, "num_speculative_tokens": DRAFT.num_speculative_tokens}
         prompts = choose_prompts(corpus.sequences("evaluation"), CONFIG, **options).prompts
         answers = ServedFiles(out.path / stage.WORK).read("draft", prompts).answers
@@ -250,17 +268,10 @@ def test_server_that_hangs_is_given_up(
 
 
 @pytest.mark.e2e
-def test_server_that_cannot_start_says_why_and_leaves_no_process(
+def test_server_that_cannot_start_says_why(
     cluster: None, served: tuple[Target, Corpus, Calibration], tmp_path: Path
 ) -> None:
     target, _, _ = served
-    with serving(serving_spec(target, ENGINE, tmp_path / "ok.log", cpus=0.5)) as actor:
-        pid = ray.get(actor.__ray_call__.remote(lambda _self: os.getpid()))
-        assert Path(f"/proc/{pid}").exists()
-    gone = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < gone:
-        time.sleep(0.1)
-    assert not Path(f"/proc/{pid}").exists()
     empty = tmp_path / "empty"
     empty.mkdir()
     spec = serving_spec(target, ENGINE, tmp_path / "bad.log", draft=empty, num_speculative_tokens=4, cpus=0.5)

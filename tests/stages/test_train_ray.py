@@ -111,6 +111,7 @@ def test_ray_restarts_a_killed_worker_and_the_weights_are_the_same(
         assert (job.out.path / file).read_bytes() == (straight.out.path / file).read_bytes()
 
 
+@pytest.mark.soak
 def test_an_error_that_no_restart_helps_is_raised_as_it_is(tmp_path: Path, cluster: None) -> None:
     config = replace(CONFIG, batch_sequences=2, epochs=3, checkpoint_every_steps=1000)
     job = make_job(tmp_path, config, random_sequences(SEQUENCES, 20))
