@@ -1,6 +1,7 @@
 """Hidden states: bytes and checks, the master and the store."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -46,6 +47,35 @@ def test_trailer_vouches_for_bytes_tokens_and_manifest() -> None:
         check_seal(trailer, states, MANIFEST, slice(4, 9))
     with pytest.raises(HiddenStatesError, match="not written whole"):
         check_seal(bytes(len(trailer)), states, MANIFEST, span)
+
+
+WRITE_ONE = """
+import os, threading
+import numpy as np, torch
+from stages.hidden_states.rows import CachedStates
+from stages.hidden_states.wire import Manifest
+from stages.hidden_states.writer import SealedStore
+
+store = object.__new__(SealedStore)
+store._sweep = lambda: None
+store._staging_buffer = lambda _, size: torch.empty(size, dtype=torch.uint8)
+store._put = lambda name, *_: print(len(os.listdir("/proc/self/task")) - before)
+manifest = Manifest("k", (2048, 3, 256), "bfloat16", 1, (1, 2, 3), True, "tiny", 7, 0)
+states = CachedStates(torch.randn(1, 3, 2048, 256).to(torch.bfloat16), torch.arange(2048))
+torch.randn(2048, 2048).to(torch.bfloat16)  # an operator of the engine's own threads
+before = len(os.listdir("/proc/self/task"))
+writer = threading.Thread(target=store.put_stripe, args=(manifest, 0, np.arange(2048), states))
+writer.start()
+writer.join()
+"""
+
+
+def test_a_writer_is_one_thread() -> None:
+    """More OpenMP threads than cores, and libgomp puts the engine's to sleep after every operator."""
+    found = subprocess.run(
+        [sys.executable, "-c", WRITE_ONE], env=os.environ | {"OMP_NUM_THREADS": "2"}, cwd=ROOT, capture_output=True
+    )
+    assert found.stdout.decode().split() == ["1"], found.stderr.decode()
 
 
 @pytest.mark.parametrize(
