@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from stages.hidden_states.store import HiddenStatesStore, error_name
 from stages.hidden_states.wire import HiddenStatesError
 
-_POLL_S = 0.005  # between looks at the store; a prefill takes longer, and one look asks for all names at once
+# Between looks at the store, which ask for all names at once: soon after something came or was asked for, since small
+# samples come in quick succession, and ever later while a prefill takes its time.
+_SHORTEST_POLL_S = 0.0005
+_LONGEST_POLL_S = 0.008
 
 
 class Arrivals:
@@ -18,6 +21,7 @@ class Arrivals:
         self._store = store
         self._waiting: dict[str, tuple[Sequence[str], asyncio.Future[None], int]] = {}
         self._looking: asyncio.Task[None] | None = None
+        self._poll_s = _SHORTEST_POLL_S
 
     async def wait(self, key: str, names: Sequence[str], breaks: int) -> None:
         """Return when all objects of sample `key` are there. Raises HiddenStatesError with the producer's error.
@@ -27,6 +31,7 @@ class Arrivals:
         """
         future = asyncio.get_running_loop().create_future()
         self._waiting[key] = (names, future, breaks)
+        self._poll_s = _SHORTEST_POLL_S
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         try:
@@ -44,6 +49,7 @@ class Arrivals:
                 for _, future, _ in waiting.values():
                     future.set_exception(type(error)(str(error)))
                 return
+            self._poll_s = min(2 * self._poll_s, _LONGEST_POLL_S)
             for key, (names, future, breaks) in waiting.items():
                 if self._store.breaks != breaks:
                     future.set_exception(HiddenStatesError("the store's master may have been started again meanwhile"))
@@ -51,7 +57,8 @@ class Arrivals:
                     future.set_exception(self._producer_error(key))
                 elif all(there[name] for name in names):
                     future.set_result(None)
-            await asyncio.sleep(_POLL_S)
+                    self._poll_s = _SHORTEST_POLL_S
+            await asyncio.sleep(self._poll_s)
 
     def _producer_error(self, key: str) -> HiddenStatesError:
         try:
