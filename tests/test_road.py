@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -20,7 +19,7 @@ from road_helpers import PROMPTS_PER_DOMAIN, command, config, run
 
 from pipeline.config import ROOT
 from pipeline.dag import NAMES, plan
-from stages.artifacts import Layout, Workspace, file_digest
+from stages.artifacts import Workspace, file_digest
 from stages.corpus import SPLITS, Corpus, write_shard
 from stages.draft.artifact import Calibration
 from stages.evaluate.stage import run as evaluate
@@ -82,24 +81,27 @@ def test_changed_value_redoes_what_follows_and_says_why(road: Path, small: list[
 
 
 @pytest.mark.soak
-def test_killed_driver_resumes_to_the_same_weights(road: Path, small: list[str], tmp_path: Path) -> None:
-    nodes, layout = plan(config(small, road)), Layout(tmp_path)
-    for name in ("target", "datagen"):
-        made = nodes[name].workspace
-        shutil.copytree(made.final, layout.artifact(name, made.identity))
-    partial = layout.artifact("train", nodes["train"].workspace.identity)
-    partial = partial.with_name(partial.name + ".partial")
-
-    with subprocess.Popen(command(small, tmp_path, "stages=train"), cwd=ROOT, stderr=subprocess.DEVNULL) as driver:
-        deadline = time.monotonic() + 180
-        while not list(partial.glob("checkpoints/step-*/state.json")):
-            assert driver.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        os.kill(driver.pid, signal.SIGKILL)
-
-    # Engines and the store again, but through the disk: how states travel is no part of an identity.
-    resumed = run(small, tmp_path, "stages=train", "hidden_states.transport=disk")
+@pytest.mark.timeout(1500)
+def test_driver_killed_in_every_stage_leaves_the_same_weights(road: Path, small: list[str], tmp_path: Path) -> None:
+    nodes, more = plan(config(small, tmp_path)), list[str]()
+    signs = {  # that a stage is at its work
+        "target": "metrics.jsonl", "datagen": "work/engine-0.log", "train": "checkpoints/step-*/state.json",
+        "calibrate": "engines/engine-0.log", "evaluate": "served/draft.log",
+    }  # fmt: skip
+    for name, sign in signs.items():
+        final = nodes[name].workspace.final
+        partial = final.with_name(final.name + ".partial")
+        with subprocess.Popen(command(small, tmp_path, *more), cwd=ROOT, stderr=subprocess.DEVNULL) as driver:
+            deadline = time.monotonic() + 300
+            while not list(partial.glob(sign)):
+                assert driver.poll() is None, name
+                assert time.monotonic() < deadline, name
+                time.sleep(0.05)
+            os.kill(driver.pid, signal.SIGKILL)
+        assert not final.exists()
+        if name == "train":  # how states travel is no part of an identity
+            more = ["hidden_states.transport=disk"]
+    resumed = run(small, tmp_path, *more)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert "was interrupted; continues" in resumed.stderr
     weights = [
