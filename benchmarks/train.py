@@ -85,7 +85,7 @@ class Problem:
         for i in range(SEQUENCES):
             ids = rng.integers(4, SHAPE.vocab_size, LENGTH).astype(np.int32)
             states = torch.randn(LENGTH, len(DRAFT.aux_layer_ids) + 1, SHAPE.hidden_size, generator=generator)
-            batches.append(HiddenBatch((TokenSequence(f"s{i}", "", ids, mask),), states, 0.0))
+            batches.append(HiddenBatch((TokenSequence(f"s{i}", "", ids, mask),), states))
         embed = 0.05 * torch.randn(SHAPE.vocab_size, SHAPE.hidden_size, generator=generator)
         head = TargetHead(embed, torch.ones(SHAPE.hidden_size), embed, 1e-5)  # tied, as SmolLM2's
         chosen = np.sort(rng.permutation(SHAPE.vocab_size)[: DRAFT.vocab_size])

@@ -84,7 +84,7 @@ def problem(size: Size) -> tuple[list[HiddenBatch], TargetHead]:
     for i in range(size.sequences):
         ids = rng.integers(0, size.draft.mask_token_id, size.length).astype(np.int32)
         states = torch.randn(size.length, len(size.draft.aux_layer_ids) + 1, width, generator=generator).bfloat16()
-        batches.append(HiddenBatch((TokenSequence(f"s{i}", "", ids, mask),), states, 0.0))
+        batches.append(HiddenBatch((TokenSequence(f"s{i}", "", ids, mask),), states))
     head = 0.05 * torch.randn(size.shape.vocab_size, width, generator=generator)
     return batches, TargetHead(head, torch.ones(width), head, 1e-5)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, Self, TypeVar
 
 import ray
@@ -151,8 +151,8 @@ class BackgroundLoop:
         finally:
             future.cancel()
 
-    def iterate(self, source: AsyncGenerator[T, None]) -> Iterator[T]:
-        """Items of an asynchronous generator, each awaited when it is asked for; closes it in the end."""
+    def iterate(self, source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        """Items of an asynchronous generator, each made while the one before is used; closes it in the end."""
         end = object()
         turn = asyncio.Lock()  # a step that was interrupted is still being cancelled when the generator is to close
 
@@ -164,10 +164,13 @@ class BackgroundLoop:
             async with turn:
                 await source.aclose()
 
+        coming = asyncio.run_coroutine_threadsafe(step(), self._loop)
         try:
-            while (item := self.run(step())) is not end:
+            while (item := coming.result()) is not end:
+                coming = asyncio.run_coroutine_threadsafe(step(), self._loop)
                 yield item
         finally:
+            coming.cancel()
             if not self._loop.is_closed():
                 self.run(close())
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from contextlib import asynccontextmanager, closing
 from functools import partial
 
 import torch
@@ -100,7 +98,20 @@ class BatchReader(ABC):
         when more than `hidden_states.max_set_aside_share` of them are (one is allowed unless the share is
         0), and what `_size` and `_fetch` raise.
         """
-        yield from self._loop.iterate(self._batches(batches))
+        waiting: deque[int] = deque()  # sizes of the batches that the loop has ready for the next turns of this one
+        try:
+            with closing(self._loop.iterate(self._batches(batches, waiting))) as coming:
+                while True:
+                    with self._meter.trainer_waits():
+                        batch = next(coming, None)
+                    if batch is None:
+                        return
+                    self._meter.ready(waiting.popleft(), batches=-1)
+                    self._meter.taken(*_measured(batch.states_TLD))
+                    yield batch
+        finally:
+            for size in waiting:
+                self._meter.ready(size, batches=-1)
 
     def flow(self) -> Flow:
         """What has flowed since the reader was opened."""
@@ -122,13 +133,14 @@ class BatchReader(ABC):
     @abstractmethod
     def _release(self) -> None: ...
 
-    async def _batches(self, batches: Iterable[Sequence[TokenSequence]]) -> AsyncGenerator[HiddenBatch, None]:
+    async def _batches(
+        self, batches: Iterable[Sequence[TokenSequence]], waiting: deque[int]
+    ) -> AsyncGenerator[HiddenBatch, None]:
         source = iter(batches)
         ahead: deque[tuple[asyncio.Task[HiddenBatch], int]] = deque()
         ahead_bytes, asked, set_aside = 0, 0, list[tuple[str, str]]()
         try:
             while True:
-                started = time.monotonic()
                 while len(ahead) < _MIN_BATCHES_AHEAD or (
                     ahead_bytes < self._meter.window_bytes and len(ahead) < self._most_ahead
                 ):
@@ -140,16 +152,14 @@ class BatchReader(ABC):
                 if not ahead:
                     return
                 task, size = ahead[0]
-                with self._meter.trainer_waits():
-                    batch = await task
+                batch = await task
                 ahead.popleft()
                 ahead_bytes -= size
-                self._meter.ready(size, batches=-1)
                 asked += len(batch.sequences) + len(batch.set_aside)
                 set_aside += batch.set_aside
                 check_set_aside(set_aside, asked, self._max_set_aside_share)
-                self._meter.taken(*_measured(batch.states_TLD))
-                yield replace(batch, wait_s=time.monotonic() - started)
+                waiting.append(size)
+                yield batch
         finally:
             for task, _ in ahead:
                 task.cancel()
@@ -175,7 +185,7 @@ class BatchReader(ABC):
             sequences = tuple(s for s, why in zip(sequences, reasons, strict=True) if why is None)
             states_TLD = torch.cat(kept) if kept else states_TLD[:0]
         self._meter.ready(size)
-        return HiddenBatch(sequences, states_TLD, 0.0, set_aside)
+        return HiddenBatch(sequences, states_TLD, set_aside)
 
 
 def _measured(states_TLD: torch.Tensor) -> tuple[int, list[float]]:

@@ -76,7 +76,6 @@ class HiddenBatch:
 
     sequences: tuple[TokenSequence, ...]
     states_TLD: torch.Tensor  # bfloat16, layers in the order asked for, on the CPU
-    wait_s: float  # how long the consumer waited for it
     set_aside: tuple[tuple[str, str], ...] = field(default=())  # (sequence id, reason): asked for, not delivered
 
 

@@ -28,9 +28,9 @@ class PretendReader:
                 raise OSError("killed")
             self.read_ids.append(sequence.id)
             if why := self.lost.get(sequence.id):
-                yield HiddenBatch((), states_of(sequence.input_ids)[:0], 0.0, ((sequence.id, why),))
+                yield HiddenBatch((), states_of(sequence.input_ids)[:0], ((sequence.id, why),))
             else:
-                yield HiddenBatch((sequence,), states_of(sequence.input_ids), 0.0)
+                yield HiddenBatch((sequence,), states_of(sequence.input_ids))
 
     def flow(self) -> Flow:
         return Flow()

@@ -152,7 +152,7 @@ class FakeReader:
             parts = [states(self.folder, s) * (float("nan") if s.id in self.poisoned else 1.0) for s in kept]
             packed_states = torch.cat([torch.zeros(0, len(LAYERS), SHAPE.hidden_size), *parts]).bfloat16()
             away = tuple((s.id, "lost: gone for good") for s in batch if s.id in self.set_aside)
-            yield HiddenBatch(kept, packed_states, 0.0, away)
+            yield HiddenBatch(kept, packed_states, away)
 
     def flow(self) -> Flow:
         return Flow()

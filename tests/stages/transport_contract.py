@@ -38,7 +38,6 @@ class TransportContract:
                 for batch, wanted in zip(reader.read(BATCHES), BATCHES, strict=True):
                     check(batch, wanted)
                     assert not batch.set_aside
-                    assert batch.wait_s >= 0
             assert list(reader.read([])) == []
             check(*list(reader.read([[]])), [])
 
