@@ -40,7 +40,7 @@ from speculators.losses.eager import tv_loss
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 from transformers import get_cosine_schedule_with_warmup
 
-from benchmarks.own import stepper
+from benchmarks.own import packed, stepper
 from stages.corpus import TokenSequence
 from stages.draft.anchors import sample_anchors
 from stages.draft.batch import PackedBatch
@@ -73,7 +73,7 @@ Step = Callable[[], float]  # takes one step and returns its loss
 class Problem:
     """Sequences with their states, the target's ends, and the draft's vocabulary: the same for the same seed."""
 
-    batches: tuple[HiddenBatch, ...]  # one sequence each, as they are read
+    batches: tuple[HiddenBatch, ...]  # one sequence each
     head: TargetHead
     ids_W: torch.Tensor
 
@@ -111,12 +111,13 @@ def whole_block_anchors(loss_mask_T: np.ndarray, limit: int, *, key: tuple[int |
 def ours(problem: Problem, weights: LossWeights) -> Step:
     """A step as `stages.train.loop` takes it."""
     own = stepper(problem.model(construct), problem.head, weights, CONFIG, torch.device("cpu"))
+    batches = packed(problem.batches, CONFIG.micro_batch_tokens)
     done = 0
 
     def step() -> float:
         nonlocal done
         with patch("stages.train.step.sample_anchors", whole_block_anchors):
-            taken = own(problem.batches, done)
+            taken = own(batches, done)
         done += 1
         return metrics(taken.sums, weights)["loss"]
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from speculators.models.dspark import DSparkDraftModel
 
-from benchmarks.own import stepper
+from benchmarks.own import packed, stepper
 from stages.corpus import TokenSequence
 from stages.draft.batch import PackedBatch
 from stages.draft.config import DraftConfig
@@ -138,6 +138,7 @@ def train(size: Size, limit_s: float, device: torch.device) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     model = draft(size, head, size.config, device)
     step = stepper(model, head, WEIGHTS, size.config, device)
+    batches = packed(batches, size.config.micro_batch_tokens)
     count = sum(parameter.numel() for parameter in trainable(model).values())
     meter, rows = Meter(device, 1, count, size.draft.block_size), []
     for number in range(size.steps):

@@ -36,21 +36,25 @@ class PackedBatch:
     loss_mask_T: torch.Tensor  # bool, true where the target wrote the token
     positions_T: torch.Tensor  # int64, inside the document
     documents_T: torch.Tensor  # int64, index into `ids`
-    aux_TLD: torch.Tensor  # states of the aux layers, in the checkpoint's order, any float dtype
-    final_TD: torch.Tensor  # the final layer's states before the target's final norm
+    states_TLD: torch.Tensor  # of the aux layers, in the checkpoint's order, and the final one; any float dtype
+
+    @property
+    def aux_TLD(self) -> torch.Tensor:
+        """States of the aux layers, a view."""
+        return self.states_TLD[:, :-1]
+
+    @property
+    def final_TD(self) -> torch.Tensor:
+        """The final layer's states before the target's final norm, a view."""
+        return self.states_TLD[:, -1]
 
     def __len__(self) -> int:
         return len(self.input_ids_T)
 
     @classmethod
-    def from_hidden(cls, *batches: CapturedStates) -> PackedBatch:
-        """Pack batches as they were read; the states of a single one are not copied.
-
-        Raises ValueError when lengths disagree.
-        """
-        sequences = tuple(sequence for batch in batches for sequence in batch.sequences)
-        states = [batch.states_TLD for batch in batches]
-        return cls.pack(sequences, states[0] if len(states) == 1 else torch.cat(states))
+    def from_hidden(cls, batch: CapturedStates) -> PackedBatch:
+        """The batch as it was read: its states are not copied. Raises ValueError when lengths disagree."""
+        return cls.pack(batch.sequences, batch.states_TLD)
 
     @classmethod
     def pack(cls, sequences: tuple[TokenSequence, ...], states_TLD: torch.Tensor) -> PackedBatch:
@@ -68,8 +72,7 @@ class PackedBatch:
             loss_mask_T=_joined([s.loss_mask for s in sequences], np.bool_),
             positions_T=_joined([np.arange(n) for n in lengths], np.int64),
             documents_T=torch.repeat_interleave(torch.arange(len(lengths)), lengths_tensor),
-            aux_TLD=states_TLD[:, :-1],
-            final_TD=states_TLD[:, -1],
+            states_TLD=states_TLD,
         )
 
     def documents(self) -> list[PackedBatch]:
@@ -83,22 +86,24 @@ class PackedBatch:
                 self.loss_mask_T[start:end],
                 self.positions_T[start:end],
                 torch.zeros_like(self.documents_T[start:end]),
-                self.aux_TLD[start:end],
-                self.final_TD[start:end],
+                self.states_TLD[start:end],
             )
             for id_, start, end in zip(self.ids, starts, ends, strict=True)
         ]
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same batch on `device`."""
+        """The same batch on `device`. Out of pinned memory the copies overlap what the device does."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
         return PackedBatch(
             self.ids,
-            self.input_ids_T.to(device),
-            self.loss_mask_T.to(device),
-            self.positions_T.to(device),
-            self.documents_T.to(device),
-            self.aux_TLD.to(device),
-            self.final_TD.to(device),
+            moved(self.input_ids_T),
+            moved(self.loss_mask_T),
+            moved(self.positions_T),
+            moved(self.documents_T),
+            moved(self.states_TLD),
         )
 
 

@@ -19,7 +19,7 @@ from stages.hidden_states.reader import BatchReader
 from stages.hidden_states.wire import HiddenStatesError
 
 _AHEAD_BYTES = 128 << 20  # read and not taken yet
-_MOST_AHEAD = 2 * READ_THREADS  # batches
+_MOST_AHEAD = 64  # sequences
 
 
 class DiskReader(BatchReader):

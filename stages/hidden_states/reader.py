@@ -24,6 +24,7 @@ from stages.hidden_states.samples import Endpoint, SampleError, Samples
 from stages.hidden_states.wire import HiddenBatch, HiddenStatesError, check_set_aside
 
 _MEASURED_ROWS = 64  # of a batch
+_SLAB_BYTES = 256 << 20  # memory that is registered, and pinned, at once; larger for a larger batch
 _MIN_BATCHES_AHEAD = 2  # one that is being filled while the other waits to be taken
 
 
@@ -77,8 +78,8 @@ class ByteBudget:
 class BatchReader(ABC):
     """Implements `HiddenStatesReader`, all but where the states of one sequence come from.
 
-    Fetches ahead until batches of the meter's `window_bytes`, or `most_ahead` of them, are under way or ready, and
-    two at least.
+    Fetches ahead until batches of the meter's `window_bytes`, or of `most_ahead` sequences, are under way or ready, and
+    two at least; one more is ready for the next turn, and the trainer holds those that it works on.
     """
 
     def __init__(
@@ -138,27 +139,30 @@ class BatchReader(ABC):
     ) -> AsyncGenerator[HiddenBatch, None]:
         source = iter(batches)
         ahead: deque[tuple[asyncio.Task[HiddenBatch], int]] = deque()
-        ahead_bytes, asked, set_aside = 0, 0, list[tuple[str, str]]()
+        ahead_bytes, ahead_sequences, asked, set_aside = 0, 0, 0, list[tuple[str, str]]()
         try:
             while True:
                 while len(ahead) < _MIN_BATCHES_AHEAD or (
-                    ahead_bytes < self._meter.window_bytes and len(ahead) < self._most_ahead
+                    ahead_bytes < self._meter.window_bytes and ahead_sequences < self._most_ahead
                 ):
                     if (sequences := next(source, None)) is None:
                         break
                     size = sum(self._size(sequence) for sequence in sequences)
                     ahead.append((asyncio.create_task(self._batch(tuple(sequences), size)), size))
                     ahead_bytes += size
+                    ahead_sequences += len(sequences)
                 if not ahead:
                     return
                 task, size = ahead[0]
                 batch = await task
                 ahead.popleft()
+                waiting.append(size)
+                taken = len(batch.sequences) + len(batch.set_aside)
                 ahead_bytes -= size
-                asked += len(batch.sequences) + len(batch.set_aside)
+                ahead_sequences -= taken
+                asked += taken
                 set_aside += batch.set_aside
                 check_set_aside(set_aside, asked, self._max_set_aside_share)
-                waiting.append(size)
                 yield batch
         finally:
             for task, _ in ahead:
@@ -212,7 +216,9 @@ class StreamingReader(BatchReader):
         self._samples = Samples(endpoint, config)
         self._window = ByteBudget(window_bytes)
         self._running = asyncio.Semaphore(running)
-        buffers = BatchBuffers(window_bytes, self._samples.store.register, self._samples.store.unregister)
+        buffers = BatchBuffers(
+            min(window_bytes, _SLAB_BYTES), self._samples.store.register, self._samples.store.unregister
+        )
         # With small sequences the window alone would let a queue grow, behind which another read (a validation) waits.
         meter = FlowMeter(window_bytes, endpoint.layer_ids, endpoint.proof.rms if endpoint.proof else {})
         super().__init__(endpoint.layout, buffers, meter, 2 * running, config.max_set_aside_share)

@@ -31,7 +31,7 @@ from stages.train.outcome import check_visits, visits, write_result
 from stages.train.prepare import prepare
 from stages.train.saving import Saver
 from stages.train.sharding import Replicas, Shards
-from stages.train.step import Learner, Pass, run_pass
+from stages.train.step import Learner, Pass, micro_batches, run_pass
 from stages.train.warm_start import warm_start
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Worker:
 
     def run(self) -> None:
         """All steps that are left, then the export; or a checkpoint, when asked to stop."""
-        source = self.reader.read([sequence] for sequence in self._from(self.state.step))
+        source = self.reader.read(self._from(self.state.step))
         while not self._done:
             self._step(source)
             step = self.state.step
@@ -139,20 +139,22 @@ class Worker:
             logger.info("asked to stop: step %d is saved", self.state.step)
             (self.job.out.path / STOP).replace(self.job.out.path / STOPPED)
 
-    def _share(self, step: int) -> list[TokenSequence]:
-        return [self.sequences[i] for i in self.order.batch(step)[self.rank :: self.world]]
+    def _share(self, step: int) -> list[list[TokenSequence]]:
+        """This rank's micro-batches of `step`."""
+        share = [self.sequences[i] for i in self.order.batch(step)[self.rank :: self.world]]
+        return micro_batches(share, self.config.micro_batch_tokens)
 
-    def _from(self, first_step: int) -> Iterator[TokenSequence]:
-        """This rank's sequences of `first_step` and all after it, in order."""
+    def _from(self, first_step: int) -> Iterator[list[TokenSequence]]:
+        """This rank's micro-batches of `first_step` and all after it, in order."""
         for step in range(first_step, self.order.total_steps):
             yield from self._share(step)
 
     def _step(self, source: Iterator[HiddenBatch]) -> None:
         started, step, config, gradients = time.monotonic(), self.state.step, self.config, self.weights.gradients
         gradients.clear()
-        share = self._share(step)
+        count, key = len(self._share(step)), (config.seed, self.order.epoch(step), step)
         with self.weights.gathered():
-            taken = run_pass(self.learner, source, share, (config.seed, self.order.epoch(step), step), backward=True)
+            taken = run_pass(self.learner, source, count, key, backward=True)
         norm = gradients.reduce(float(taken.sums.weight))
         factor = lr_factor(step, self.order.total_steps, config.warmup_share, config.schedule)
         finite = math.isfinite(norm) and math.isfinite(float(taken.sums.total))
@@ -199,10 +201,10 @@ class Worker:
         """Measure the validation split, always at the same anchors; whether it is the best so far."""
         if not self.validation:
             return False
-        share = self.validation[self.rank :: self.world]
-        source = self.reader.read([sequence] for sequence in share)
+        share = micro_batches(self.validation[self.rank :: self.world], self.config.micro_batch_tokens)
+        source = self.reader.read(share)
         with self.weights.gathered():
-            taken = run_pass(self.learner, source, share, (self.config.seed, VALIDATION_KEY), backward=False)
+            taken = run_pass(self.learner, source, len(share), (self.config.seed, VALIDATION_KEY), backward=False)
         values = {f"val_{name}": value for name, value in metrics(taken.sums, self.learner.weights).items()}
         values["val_sequences_set_aside"] = float(len(taken.set_aside))
         better = self.state.judge(values)
@@ -251,4 +253,4 @@ def _learner(job: TrainJob, model: DSparkDraftModel, device: torch.device) -> Le
         config.target_support,
         config.denominator,
     )
-    return Learner(model, head, weights, config.anchors_per_sequence, config.micro_batch_tokens, device)
+    return Learner(model, head, weights, config.anchors_per_sequence, device)

@@ -2,8 +2,9 @@
 
 Numerators are summed over documents and ranks first and divided by the global sum of weights last, so
 the gradient is the global batch's whatever the split, and a sequence lost on the way leaves no bias.
-Documents go through the draft packed, up to `micro_batch_tokens` in one pass; which ones go together is a
-function of the rank's share of the batch alone, so a resumed run adds up the same numbers in the same order.
+Documents go through the draft packed, up to `micro_batch_tokens` in one pass, as the reader has fetched them into
+one piece of memory; which ones go together is a function of the rank's share of the batch alone, so a resumed run
+adds up the same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -34,13 +35,12 @@ class Learner:
     head: TargetHead
     weights: LossWeights
     anchors_per_sequence: int
-    micro_batch_tokens: int
     device: torch.device
 
-    def sums(self, batches: Sequence[HiddenBatch], key: tuple[int | str, ...]) -> LossSums:
-        """The sums of all documents of `batches`; the anchors of each are drawn with `key` and its id."""
-        packed, drawn, start = PackedBatch.from_hidden(*batches), [np.zeros(0, dtype=np.int64)], 0
-        for sequence in (sequence for batch in batches for sequence in batch.sequences):
+    def sums(self, batch: HiddenBatch, key: tuple[int | str, ...]) -> LossSums:
+        """The sums of all documents of `batch`; the anchors of each are drawn with `key` and its id."""
+        packed, drawn, start = PackedBatch.from_hidden(batch), [np.zeros(0, dtype=np.int64)], 0
+        for sequence in batch.sequences:
             anchors = sample_anchors(sequence.loss_mask, self.anchors_per_sequence, key=(*key, sequence.id))
             drawn.append(anchors + start)
             start += len(sequence)
@@ -48,18 +48,18 @@ class Learner:
         return draft_loss(self.model, self.head, packed.to(self.device), anchors_A.to(self.device), self.weights)
 
 
-def micro_batches(sequences: Sequence[TokenSequence], max_tokens: int) -> list[int]:
-    """How many sequences, in their order, go through the draft together: as many as `max_tokens` hold, at least one."""
-    counts: list[int] = []
+def micro_batches(sequences: Sequence[TokenSequence], max_tokens: int) -> list[list[TokenSequence]]:
+    """What goes through the draft together, in order: as many sequences as `max_tokens` hold, at least one."""
+    together: list[list[TokenSequence]] = []
     tokens = 0
     for sequence in sequences:
-        if counts and tokens + len(sequence) <= max_tokens:
-            counts[-1] += 1
+        if together and tokens + len(sequence) <= max_tokens:
+            together[-1].append(sequence)
             tokens += len(sequence)
         else:
-            counts.append(1)
+            together.append([sequence])
             tokens = len(sequence)
-    return counts
+    return together
 
 
 @dataclass(frozen=True)
@@ -76,32 +76,29 @@ class Pass:
 def run_pass(
     learner: Learner,
     source: Iterator[HiddenBatch],
-    sequences: Sequence[TokenSequence],
+    count: int,
     key: tuple[int | str, ...],
     *,
     backward: bool,
 ) -> Pass:
-    """Take `sequences`, one a batch, from `source`, and add up their sums over all ranks.
+    """Take `count` batches from `source`, and add up their sums over all ranks.
 
     With `backward` the gradients of the numerators are added to the model's. Every rank must call it
-    equally often; a rank may have no sequences.
+    equally often; a rank may have no batches.
     """
     predictions = num_predictions(learner.model)
     sums = LossSums.zero(predictions, learner.device)
     tokens, wait_s, taken = 0, 0.0, 0
     set_aside: list[tuple[str, str]] = []
-    for count in micro_batches(sequences, learner.micro_batch_tokens):
-        batches = []
-        for _ in range(count):
-            started = time.monotonic()
-            batch = next(source)
-            wait_s += time.monotonic() - started
-            set_aside += batch.set_aside
-            taken += len(batch.sequences)
-            tokens += sum(len(sequence) for sequence in batch.sequences)
-            batches.append(batch)
+    for _ in range(count):
+        started = time.monotonic()
+        batch = next(source)
+        wait_s += time.monotonic() - started
+        set_aside += batch.set_aside
+        taken += len(batch.sequences)
+        tokens += len(batch.states_TLD)
         with torch.set_grad_enabled(backward):
-            part = learner.sums(batches, key)
+            part = learner.sums(batch, key)
             if part.total.requires_grad:
                 part.total.backward()
             sums = sums + part.detached()

@@ -130,7 +130,7 @@ def packed(folder: Path, sequences: Sequence[TokenSequence]) -> PackedBatch:
 class FakeReader:
     """A HiddenStatesReader that asks transformers, in the process that trains.
 
-    Its process is killed before it gives batch number `kill_at`, when that is set.
+    Its process is killed once it has given `kill_at` sequences, when that is set.
     """
 
     def __init__(
@@ -145,9 +145,9 @@ class FakeReader:
 
     def read(self, batches: Iterable[Sequence[TokenSequence]]) -> Iterator[HiddenBatch]:
         for batch in batches:
-            if self.given == self.kill_at:
+            if self.kill_at is not None and self.given >= self.kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.given += 1
+            self.given += len(batch)
             kept = tuple(s for s in batch if s.id not in self.set_aside)
             parts = [states(self.folder, s) * (float("nan") if s.id in self.poisoned else 1.0) for s in kept]
             packed_states = torch.cat([torch.zeros(0, len(LAYERS), SHAPE.hidden_size), *parts]).bfloat16()

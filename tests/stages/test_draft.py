@@ -111,7 +111,7 @@ def test_packing_changes_nothing(target: Path) -> None:
 def test_forward_ignores_everything_from_the_anchor_on(target: Path) -> None:
     model = make(DRAFT, target)
     batch = packed(target, random_sequences(1, 20))
-    changed = replace(batch, aux_TLD=batch.aux_TLD.clone())
+    changed = replace(batch, states_TLD=batch.states_TLD.clone())
     changed.aux_TLD[8:] = 7.0
     anchors = torch.tensor([8])
     assert torch.equal(

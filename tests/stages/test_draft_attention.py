@@ -85,6 +85,6 @@ def test_other_documents_move_no_bit_where_they_are_not_met(
 ) -> None:
     """Dense kernels weigh masked keys with 0; document by document they are not even read, NaN or not."""
     model = make(DRAFT, target, attention)
-    changed = replace(batch, aux_TLD=batch.aux_TLD.clone())
+    changed = replace(batch, states_TLD=batch.states_TLD.clone())
     changed.aux_TLD[20:41] = torch.nan if attention == "sdpa" else 7.0
     assert torch.equal(backbone(model, batch, ANCHORS), backbone(model, changed, ANCHORS))

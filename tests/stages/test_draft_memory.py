@@ -89,7 +89,7 @@ def test_saved_activations_within_five_percent(how: dict[str, object], config: D
         return tensor
 
     # the states come as float32 with the final layer beside them: as of bfloat16 ones, fc keeps the aux layers
-    batch = replace(batch, aux_TLD=batch.aux_TLD.clone())
+    batch = replace(batch, states_TLD=batch.states_TLD.clone())
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         sums = draft_loss(model, shared_head(model, load_head(target)), batch, anchors, LossWeights(0.1, 0.9, 1.0, 4.0))
     assert sums.whole_blocks == len(anchors)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from stages.corpus import TokenSequence
 from stages.draft.anchors import sample_anchors
+from stages.draft.batch import PackedBatch
 from stages.draft.checkpoint import load_draft
 from stages.draft.vocab import vocab_digest
 from stages.train.job import TrainError
@@ -34,8 +35,14 @@ def lengths(*tokens: int) -> list[TokenSequence]:
 
 
 def test_micro_batches_hold_what_fits_in_the_order_given() -> None:
-    assert micro_batches(lengths(4, 4, 4, 9, 1, 8, 2), 10) == [2, 1, 2, 2]
-    assert micro_batches(lengths(30, 30), 10) == [1, 1]
+    def counts(*tokens: int) -> list[int]:
+        sequences = lengths(*tokens)
+        together = micro_batches(sequences, 10)
+        assert [sequence for part in together for sequence in part] == sequences
+        return [len(part) for part in together]
+
+    assert counts(4, 4, 4, 9, 1, 8, 2) == [2, 1, 2, 2]
+    assert counts(30, 30) == [1, 1]
     assert micro_batches([], 10) == []
 
 
@@ -51,9 +58,8 @@ def worker(tmp_path: Path, group: None) -> Worker:
 def step(worker: Worker, sequences: list[TokenSequence], micro_batch_tokens: int = 8192) -> tuple[Pass, torch.Tensor]:
     """Sums of one pass, and the gradients of its numerator."""
     worker.weights.gradients.clear()
-    learner = replace(worker.learner, micro_batch_tokens=micro_batch_tokens)
-    source = worker.reader.read([sequence] for sequence in sequences)
-    taken = run_pass(learner, source, sequences, (0,), backward=True)
+    together = micro_batches(sequences, micro_batch_tokens)
+    taken = run_pass(worker.learner, worker.reader.read(together), len(together), (0,), backward=True)
     return taken, worker.weights.gradients.flat.clone()
 
 
@@ -145,3 +151,12 @@ def test_a_reduced_vocabulary_is_trained_and_exported(tmp_path: Path) -> None:
     assert 0 < result["metrics"]["val_accept_rate_1"] < 0.3
     with pytest.raises(TrainError, match=f"expected a draft vocabulary of digest .*, found {vocab_digest(vocab)}"):
         run_one(replace(job, vocab_W=vocab + 1))
+
+
+def test_states_of_a_micro_batch_are_read_together_and_not_copied(worker: Worker) -> None:
+    asked = list(worker._from(0))
+    assert [len(together) for together in asked[:3]] == [4, 4, 1]  # a step each
+    [batch] = worker.reader.read(asked[:1])
+    packed = PackedBatch.from_hidden(batch)
+    assert packed.aux_TLD.data_ptr() == batch.states_TLD.data_ptr()
+    assert packed.final_TD.untyped_storage().data_ptr() == batch.states_TLD.untyped_storage().data_ptr()

@@ -107,8 +107,8 @@ def test_poisoned_states_skip_the_step_everywhere_and_are_named(tmp_path: Path) 
 def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradient_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(learner: Learner, source: Iterator[HiddenBatch], sequences: object, key: object, **how: bool) -> Pass:
-        taken = run_pass(learner, source, sequences, key, **how)
+    def lost(learner: Learner, source: Iterator[HiddenBatch], count: int, key: object, **how: bool) -> Pass:
+        taken = run_pass(learner, source, count, key, **how)
         endless = replace(taken.sums, total=taken.sums.total * float("inf"))
         return replace(taken, sums=endless) if key[-1] == 4 else taken
 

@@ -32,7 +32,7 @@ _FORK.set_forkserver_preload([__name__])
 
 
 class CutReader(FakeReader):
-    """Ends its process's training, but not its process, before it gives batch number `cut_at`."""
+    """Ends its process's training, but not its process, instead of giving more than `cut_at` sequences."""
 
     def __init__(self, folder: Path, cut_at: int) -> None:
         super().__init__(folder)
@@ -46,7 +46,7 @@ class CutReader(FakeReader):
 
 
 class SlowReader(FakeReader):
-    """Takes its time for every batch, and says in which process: `<rank>.pid` in `pids`."""
+    """Takes its time for every sequence, and says in which process: `<rank>.pid` in `pids`."""
 
     def __init__(self, folder: Path, pids: Path, pause_s: float) -> None:
         super().__init__(folder)
@@ -56,7 +56,7 @@ class SlowReader(FakeReader):
 
     def read(self, batches: Iterable[Sequence[TokenSequence]]) -> Iterator[HiddenBatch]:
         for batch in super().read(batches):
-            time.sleep(self.pause_s)
+            time.sleep(self.pause_s * len(batch.sequences))
             yield batch
 
 

@@ -72,6 +72,8 @@ class TransportContract:
                 list(reader.read([[*BATCHES[0][:2], LOST, DAMAGED]]))
             [batch] = reader.read([BATCHES[2]])  # the reader is still good
             check(batch, BATCHES[2])
+            since = _flow_of(reader, seconds=0.02)
+            assert since.ready_batch_s == since.byte_s["trainer"] == 0  # nothing is counted that nobody will take
 
     def test_a_read_can_end_early(self, opener: Open) -> None:
         reader = opener(0.0)
