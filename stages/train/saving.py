@@ -74,7 +74,7 @@ class Saver:
         if self._writing is not None:
             wait([self._writing])
             self.agree()  # all have written: rank 0 completes it,
-            self.agree()  # and says so
+        self.agree()  # and says how that went, also when the last call of `agree` was to complete it
 
     def _beside(self) -> Path:
         return self._folder / f".{checkpoint.folder_name(self._state['step'])}.{self._token}"

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
+from concurrent.futures import wait
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -170,5 +171,21 @@ def test_an_error_while_writing_is_raised_at_the_next_step(
     with group_of_one():
         saver = Saver(tmp_path, "id", 1, CPU)
         saver.save(TrainState(step=1), TENSORS)
+        with pytest.raises(TrainError, match=r"a checkpoint could not be written \(\[Errno 28\] No space left"):
+            saver.finish()
+
+
+def test_a_checkpoint_that_could_not_be_completed_when_asked_to_stop_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "complete", full)
+    with group_of_one():
+        saver = Saver(tmp_path, "id", 1, CPU)
+        saver.save(TrainState(step=1), TENSORS)
+        wait([saver._writing])
+        assert saver.agree(stop=True)
         with pytest.raises(TrainError, match=r"a checkpoint could not be written \(\[Errno 28\] No space left"):
             saver.finish()
