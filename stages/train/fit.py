@@ -36,7 +36,8 @@ def fit(job: TrainJob, open_reader: OpenReader) -> None:
     """Train with `config.num_workers` processes until `result.json` is there.
 
     A dead process costs the steps since the last checkpoint; after `config.max_failures` of them Ray's
-    error is raised. Raises TrainError or HiddenStatesError, without a restart, when a worker did.
+    error is raised. Raises TrainError or HiddenStatesError, without a restart, when a worker did; a worker's
+    ValueError becomes a TrainError.
     Cancelling the calling task, recursively, ends the group at once; a file `stop` in the workspace lets
     it save a checkpoint after the step it is in, and then TrainStopped is raised.
     """
@@ -119,19 +120,19 @@ def _worker(told: dict[str, Any]) -> None:
         return
     # A fixed number of threads: sums are split by thread, and their low bits with them.
     torch.set_num_threads(max(1, round(job.config.cpus_per_worker)))
-    if job.config.gpus_per_worker:
-        torch.set_float32_matmul_precision("high")  # TF32
+    if job.config.gpus_per_worker and job.config.precision == "bfloat16":
+        torch.set_float32_matmul_precision("high")  # TF32, for what stays fp32
     world = ray.train.get_context().get_world_size()
     try:
         train(job, lambda: told["open_reader"](world), get_device())
-    except (TrainError, HiddenStatesError) as error:
+    except (TrainError, HiddenStatesError, ValueError) as error:  # a ValueError is the person's: as wrong next time
         _tell(failure, error, ray.train.get_context().get_world_rank())
         raise
 
 
-def _tell(failure: Path, error: TrainError | HiddenStatesError, rank: int) -> None:
+def _tell(failure: Path, error: Exception, rank: int) -> None:
     """Write the file whole, unless another rank was first."""
-    kind = TrainError if isinstance(error, TrainError) else HiddenStatesError
+    kind = HiddenStatesError if isinstance(error, HiddenStatesError) else TrainError
     beside = failure.with_name(f".{failure.name}.{rank}")
     write_json(beside, {"kind": kind.__name__, "message": " ".join(str(error).split())})
     with suppress(FileExistsError):
