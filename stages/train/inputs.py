@@ -48,7 +48,8 @@ def read_inputs(
     check_corpus(layer_ids, corpus)
     sequences = (*data.sequences, *validation.sequences)
     _check_lengths(sequences, draft, engine, target)
-    window_bytes = hidden_states.window_bytes(hidden_states.segment_bytes * engine.num_actors, config.num_workers)
+    readers = config.num_workers if hidden_states.transport == "mooncake" else 1  # one alone fills the folder
+    window_bytes = hidden_states.window_bytes(hidden_states.segment_bytes * engine.num_actors, readers)
     layout = sample_layout(target, layer_ids, engine, hidden_states)
     for sequence in sequences:
         size = layout.object_bytes(len(sequence))
