@@ -25,7 +25,9 @@ class DraftConfig:
     mask_token_id: int | None = None  # must be set: a token that never occurs in text
     # Tokens that can be drafted, the ones the target writes most often in the training data; None: all of the target's.
     vocab_size: int | None = None
-    markov_rank: int = 256  # of the vanilla Markov head, the only variant that vLLM serves
+    # Of the Markov head. It is "vanilla": vLLM 0.32's qwen3_dspark has markov_w1 and markov_w2 of it, and neither the
+    # gate nor the recurrence of speculators' other two kinds.
+    markov_rank: int = 256
     confidence_head: bool = True
     confidence_with_markov: bool = True
     sliding_window: int | None = None  # None: full attention over the context

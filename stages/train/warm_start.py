@@ -39,6 +39,7 @@ def check_init(config: TrainConfig) -> None:
         return
     if folder := local_folder(name):
         _weights(folder)
+        _check_head(folder, name)
     elif name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ValueError(f"train.init_from={name}: expected an existing folder or a Hub id (owner/name), found neither")
     elif config.init_revision is None:
@@ -82,11 +83,12 @@ class WarmStart:
 def warm_start(model: nn.Module, parameters: dict[str, nn.Parameter], config: TrainConfig) -> WarmStart | None:
     """Copy into `parameters`, the trained ones of `model`, what fits; None without `train.init_from`.
 
-    Raises ValueError when nothing fits, or a value is not finite.
+    Raises ValueError when nothing fits, a value is not finite, or the Markov head is of another kind.
     """
     if config.init_from is None:
         return None
     folder = local_folder(config.init_from) or _download(config)
+    _check_head(folder, config.init_from)
     taken, left = [], dict[str, str]()
     rows = _common_rows(folder, model, len(parameters[VOCAB_ROWS]))
     for path in _weights(folder):
@@ -183,11 +185,25 @@ def _tell(start: WarmStart) -> None:
         logger.warning("%s: was trained with %s %s, this draft has %s", start.source, key, theirs, ours)
 
 
-def _differences(folder: Path, config: Any) -> dict[str, list[Any]]:
+def _config(folder: Path) -> dict[str, Any]:
+    """What the checkpoint says of itself, nothing when it cannot be read."""
     try:
-        theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+
+
+def _check_head(folder: Path, name: str) -> None:
+    """Raise ValueError for a Markov head whose matrices fit here, but were trained behind a gate or a recurrence."""
+    if (kind := _config(folder).get("markov_head_type", "vanilla")) != "vanilla":
+        raise ValueError(
+            f"train.init_from={name}: expected markov_head_type=vanilla in its config.json, found {kind}; vLLM serves "
+            "no other, start from another draft"
+        )
+
+
+def _differences(folder: Path, config: Any) -> dict[str, list[Any]]:
+    theirs = _config(folder)
     pairs = {key: [theirs[key], getattr(config, key, None)] for key in MEANING if key in theirs}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -139,6 +140,20 @@ def test_a_start_without_sense_is_refused(target: Path, dspark: Path, tmp_path: 
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="safetensors files, found none"):
         check_init(TrainConfig(init_from=str(tmp_path / "empty")))
+
+
+def test_only_vanilla_markov_heads_are_started_from(target: Path, dspark: Path, tmp_path: Path) -> None:
+    """Their matrices have the same names and shapes, and mean nothing without the rest of the head."""
+    told = json.loads((dspark / "config.json").read_text())
+    assert told["markov_head_type"] == "vanilla"
+    for kind in ("gated", "rnn"):
+        shutil.copytree(dspark, tmp_path / kind)
+        (tmp_path / kind / "config.json").write_text(json.dumps(told | {"markov_head_type": kind}))
+        problem = rf"train\.init_from=.*{kind}: expected markov_head_type=vanilla in its config\.json, found {kind}"
+        with pytest.raises(ValueError, match=problem):
+            check_init(TrainConfig(init_from=str(tmp_path / kind)))
+        with pytest.raises(ValueError, match=problem):  # one of the Hub is seen when it is here
+            started(target, tmp_path / kind)
 
 
 def test_a_warm_run_says_so_also_after_a_restart(dspark: Path, tmp_path: Path) -> None:
