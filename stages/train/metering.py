@@ -33,8 +33,9 @@ def peak_flop_per_s(device_name: str) -> float | None:
 def model_flop(num_parameters: int, slots: int) -> float:
     """Floating-point operations of one forward and backward pass over `slots` positions of draft blocks.
 
-    6 N per position: Kaplan et al. 2020, "Scaling laws for neural language models", section 2.1. N is what
-    is trained, so the frozen LM head, attention scores, and the projection of the context are left out.
+    6 N per position: Kaplan et al. 2020, "Scaling laws for neural language models", section 2.1. N is all that
+    is trained, as if a position met all of it: `fc` too, which context tokens meet instead, and `markov_w1`, of
+    which a row is looked up. Left out are the frozen LM head, attention scores, and the context's keys and values.
     """
     return 6.0 * num_parameters * slots
 

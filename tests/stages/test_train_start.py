@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 
 from stages.draft.checkpoint import export_draft
-from stages.draft.loss import LossWeights, draft_loss
+from stages.draft.loss import LossSums, LossWeights, draft_loss
 from stages.draft.model import FROZEN, build_draft, shared_head, speculators_config, trainable
 from stages.draft.vocab_loss import VocabHead
 from stages.target import load_head
 from stages.train.config import TrainConfig, check_train
-from stages.train.metering import model_flop, peak_flop_per_s
+from stages.train.metering import Meter, model_flop, peak_flop_per_s
 from stages.train.prepare import prepare
+from stages.train.step import Pass
 from stages.train.warm_start import check_init, warm_start
 from tests.stages.draft_helpers import CONFIG, DRAFT, SHAPE, packed, random_sequences, write_target
 from tests.stages.train_helpers import WEIGHTS, cut_one, losses, result, rows, run_one, usual_job, weights
@@ -219,6 +220,20 @@ def test_machine_share_is_counted_against_the_right_peak() -> None:
     names = ("NVIDIA GB200", "NVIDIA B200", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3", "GeForce")
     assert [peak_flop_per_s(name) for name in names] == [2.5e15, 2.25e15, 756e12, 989.4e12, None]
     assert model_flop(1000, 8) == 48_000
+
+
+def test_flop_are_those_of_all_slots_and_all_that_is_trained(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 0)
+    parameters = trainable(build_draft(DRAFT, SHAPE, target, verifier="x", seed=0))
+    count = sum(parameter.numel() for parameter in parameters.values())
+    # A layer of width 64: queries and output 4 x 32 wide, keys and values 2 x 32, an MLP of 128, norms.
+    layer = 2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 128 + 2 * 64 + 2 * 32
+    fc, markov, confidence, norms = 2 * 64 * 64, 2 * 256 * 16, 64 + 16 + 1, 2 * 64
+    assert count == 2 * layer + fc + markov + confidence + norms
+    sums = replace(LossSums.zero(4, torch.device("cpu")), labels_B=torch.tensor([3.0, 2.0, 2.0, 1.0]))
+    values = Meter(torch.device("cuda"), 2, count, 4).step(Pass(sums, 1, 20, 0.0, ()), 0.5)
+    assert values["mfu"] == pytest.approx(6 * count * (3 * 4) / 0.5 / 2 / 989.4e12)  # three blocks, two GPUs
 
 
 @pytest.mark.parametrize(
