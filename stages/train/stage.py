@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +25,7 @@ from stages.target import Target, local_folder
 from stages.train.config import STOP, TrainConfig, check_train
 from stages.train.data import Order
 from stages.train.fit import RAY, fit
-from stages.train.inputs import read_inputs
+from stages.train.inputs import Inputs, read_inputs
 from stages.train.job import CHECKPOINTS, EXPORT, RESULT, STOPPED, TrainJob
 from stages.train.plots import CURVES, plot_training
 from stages.train.warm_start import check_init
@@ -55,9 +57,8 @@ def run(
     target, corpus = Target(target.path.absolute(), target.record), Corpus(corpus.path.absolute(), corpus.record)
     if config.init_from is not None and (folder := local_folder(config.init_from)):
         config = replace(config, init_from=str(folder))
-    data, validation, layer_ids = read_inputs(
-        config, target, corpus, draft=draft, engine=engine, hidden_states=hidden_states
-    )
+    inputs = read_inputs(config, target, corpus, draft=draft, engine=engine, hidden_states=hidden_states)
+    data, validation, layer_ids = inputs
     used = (*data.sequences, *validation.sequences)
 
     out.path.mkdir(parents=True, exist_ok=True)
@@ -76,8 +77,19 @@ def run(
             job = TrainJob(config, draft, target, corpus, out, hidden_states.max_set_aside_share, vocab_W)
             fit(job, open_reader)
     check_exported(layer_ids, out.path / EXPORT)
-    told = json.loads(result.read_text(encoding="utf-8"))
     plot_training(out.path / METRICS, out.path / CURVES)
+    return out.commit(
+        Draft,
+        **_summary(result, draft, target, inputs, vocab_W),
+        drop=[CHECKPOINTS, RAY, EXTRACTORS, RESULT, VOCAB, STOP, STOPPED],
+    )
+
+
+def _summary(
+    result: Path, draft: DraftConfig, target: Target, inputs: Inputs, vocab_W: np.ndarray | None
+) -> dict[str, dict[str, Any]]:
+    """Counts, metrics and facts of the record: those that training left in `result`, and those of its inputs."""
+    told, (data, validation, layer_ids) = json.loads(result.read_text(encoding="utf-8")), inputs
     facts = {
         "layer_ids": list(layer_ids),
         "mask_token_id": draft.mask_token_id,
@@ -92,13 +104,7 @@ def run(
         **{f"validation_{name}": count for name, count in validation.counts.items()},
         **told["counts"],
     }
-    return out.commit(
-        Draft,
-        counts=counts,
-        metrics=told["metrics"],
-        facts=facts,
-        drop=[CHECKPOINTS, RAY, EXTRACTORS, RESULT, VOCAB, STOP, STOPPED],
-    )
+    return {"counts": counts, "metrics": told["metrics"], "facts": facts}
 
 
 def _vocab(size: int, sequences: Sequence[TokenSequence], target: Target, out: Workspace) -> np.ndarray:
