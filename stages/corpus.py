@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.artifacts import Artifact
+from stages.artifacts import Artifact, ArtifactError
 
 Split = Literal["train", "validation", "calibration", "evaluation"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "calibration", "evaluation")
@@ -93,8 +93,18 @@ class Corpus(Artifact):
         return [path for path in sorted(self.path.glob(f"{split}-*.parquet")) if not listed or path.name in listed]
 
     def sequences(self, split: Split) -> list[TokenSequence]:
-        """All conversations of a split, in the corpus' order."""
-        return [sequence for file in self.files(split) for sequence in read_shard(file)]
+        """All conversations of a split, in the corpus' order.
+
+        Raises ArtifactError when they are not as many as the record counts.
+        """
+        files = self.files(split)
+        sequences = [sequence for file in files for sequence in read_shard(file)]
+        if len(sequences) != (expected := self.record.counts.get(f"sequences_{split}", len(sequences))):
+            raise ArtifactError(
+                f"{self.path}: {split}: expected {expected} sequences, found {len(sequences)} in {len(files)} files; "
+                "delete the artifact's folder to have it made again"
+            )
+        return sequences
 
 
 def write_shard(path: Path, sequences: list[TokenSequence]) -> None:

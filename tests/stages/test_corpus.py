@@ -96,6 +96,17 @@ def test_corpus_reads_a_split_in_order_over_its_files(tmp_path: Path) -> None:
     assert corpus.sequences("validation") == []
 
 
+def test_split_that_is_not_what_the_record_counts_is_refused(tmp_path: Path) -> None:
+    out = Workspace(final=tmp_path / "corpus", identity="x")
+    out.path.mkdir()
+    write_shard(out.path / "train-00000.parquet", SEQUENCES)
+    out.commit(Corpus, counts={"sequences_train": 3, "sequences_validation": 1}, metrics={}, facts={})
+    corpus = Corpus.load(tmp_path / "corpus")
+    assert len(corpus.sequences("train")) == 3
+    with pytest.raises(ArtifactError, match=r"corpus: validation: expected 1 sequences, found 0 in 0 files; delete"):
+        corpus.sequences("validation")
+
+
 def test_corpus_without_a_record_is_refused(tmp_path: Path) -> None:
     write_shard(tmp_path / "train-00000.parquet", SEQUENCES)
     with pytest.raises(ArtifactError, match=r"record\.json: expected JSON"):
