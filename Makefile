@@ -17,11 +17,11 @@ help: ## this list
 run: install ## prompts in, released draft out; ARGS="conf=smollm2 train.lr=3e-4" for another
 	$(BIN)/python -m pipeline.run $(ARGS)
 
-test: install ## everything the tests cover, real engines included
+test: install ## all tests but the long ones (make test-soak), real engines included
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: install ## only tests that start no engine
-	$(BIN)/python -m pytest -m "not e2e and not gpu and not soak" $(ARGS)
+	$(BIN)/python -m pytest -m "not e2e and not soak" $(ARGS)
 
 test-soak: install ## the long tests: kills at random moments, every stage killed, tensor parallelism; half an hour
 	$(BIN)/python -m pytest -m soak $(ARGS)
@@ -44,7 +44,7 @@ ui: install ## MLflow on the runs of this folder
 bench-transfer: install ## how fast stored states reach a batch, against hs_connectors, Mooncake and memcpy; JSON
 	@$(BIN)/python -m benchmarks.transfer $(ARGS)
 
-bench-datagen: install ## what capturing states costs an engine; JSON
+bench-datagen: install ## what answers and states cost beside plain vLLM; JSON
 	@$(BIN)/python -m benchmarks.datagen $(ARGS)
 
 install: $(READY) ## the virtual environment alone
