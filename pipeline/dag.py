@@ -26,13 +26,17 @@ if TYPE_CHECKING:
 
 
 class Inputs(TypedDict, total=False):
-    """Artifacts by the stage that made them; a stage is given those that its row of the table names."""
+    """Artifacts by the stage that made them; a stage is given those that its row of the table names.
+
+    `run` is the folder of the run that asks: no part of an identity.
+    """
 
     target: Target
     datagen: Corpus
     train: Draft
     calibrate: Calibration
     evaluate: Report
+    run: Path
 
 
 @dataclass(frozen=True)
@@ -86,10 +90,15 @@ def _evaluate(c: PipelineConfig, i: Inputs, out: Workspace) -> Artifact:
 
 def _publish(c: PipelineConfig, i: Inputs, out: Workspace) -> Artifact:
     from stages.publish.stage import run
+    from stages.tracking_state import await_parent_run, store_uri
 
     made = (i["target"], i["datagen"], i["train"], i["calibrate"], i["evaluate"])
     told = {name: fingerprint(getattr(c, name)) for stage in STAGES for name in stage.config}  # no paths, no addresses
-    provenance = {"config": told, "code_versions": {a.record.kind: a.record.code_version for a in made}}
+    provenance = {
+        "config": told,
+        "code_versions": {a.record.kind: a.record.code_version for a in made},
+        "mlflow_run": await_parent_run(store_uri(c.tracking.uri, out.layout.root), i["run"]),
+    }
     return run(c.publish, *made, draft=c.draft, provenance=provenance, out=out)
 
 
@@ -107,7 +116,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage("evaluate", "Report", ("target", "datagen", "calibrate"), ("evaluate", "draft", "engine"), 1, _evaluate),
     Stage(
-        "publish", "Release", ("target", "datagen", "train", "calibrate", "evaluate"), ("publish", "draft"), 2, _publish
+        "publish", "Release", ("target", "datagen", "train", "calibrate", "evaluate"), ("publish", "draft"), 3, _publish
     ),
 )
 NAMES: tuple[str, ...] = tuple(stage.name for stage in STAGES)

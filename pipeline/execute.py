@@ -96,11 +96,15 @@ def short(error: BaseException) -> str:
 
 
 @ray.remote(num_cpus=0, max_retries=0)
-def run_stage(config: PipelineConfig, node: Node, names: tuple[str, ...], *inputs: Artifact) -> Artifact:
+def run_stage(
+    config: PipelineConfig, node: Node, run_folder: Path, names: tuple[str, ...], *inputs: Artifact
+) -> Artifact:
     """One stage as a Ray task. Holds no CPU: what it starts asks for its own."""
     with node.workspace.locked() as out:
         if (made := finished(node, config)) is None:
-            made = node.stage.run(config, typed(dict(zip(names, inputs, strict=True))), out)
+            given = typed(dict(zip(names, inputs, strict=True)))
+            given["run"] = run_folder
+            made = node.stage.run(config, given, out)
         else:
             remove(out.path)
     return Artifact(made.path, made.record)  # the driver needs no stage's classes
@@ -116,7 +120,7 @@ class Execution:
     console: Console
     tracker: Tracker
     stop: StopFlag
-    trace_folder: Path  # of the run: errors go there
+    run_folder: Path  # errors go there
 
     def run(self) -> dict[str, Artifact]:
         """The artifacts of every stage that is complete in the end, in data order.
@@ -133,7 +137,7 @@ class Execution:
             elif name in self.selected:
                 inputs = [artifacts[i] if i in artifacts else tasks[i] for i in node.stage.inputs]
                 task = run_stage.options(name=f"dspark.{name}")
-                tasks[name] = task.remote(self.config, node, node.stage.inputs, *inputs)
+                tasks[name] = task.remote(self.config, node, self.run_folder, node.stage.inputs, *inputs)
         name = ""
         try:
             for name, task in tasks.items():
@@ -170,7 +174,7 @@ class Execution:
 
     def _keep(self, name: str, error: str) -> Path:
         """Write a stage's whole error beside the run's records."""
-        path = self.trace_folder / f"{name}.error.txt"
+        path = self.run_folder / f"{name}.error.txt"
         with suppress(OSError):  # a full disk is what the error may tell of
             write_whole(path, error)
         return path

@@ -184,6 +184,7 @@ def _recorded(config: PipelineConfig, run_id: str, nodes: dict[str, Node], todo:
         "code_version": code_version(),
         "stages": {name: node.workspace.identity for name, node in nodes.items()},
         "made": list(dict.fromkeys([*before.get("made", []), *todo])),
+        "mlflow_run": before.get("mlflow_run", ""),
         "status": "running",
         "pid": os.getpid(),
         "host": socket.gethostname(),

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from stages.artifacts import Artifact, Record, resource
 from stages.draft.artifact import RELEASE
 from stages.events import METRICS, read_rows
-from stages.tracking_state import Sent, read_state, write_state
+from stages.tracking_state import STATE, Sent, read_state, store_uri, write_state
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -78,9 +78,9 @@ class Tracker:
     def __init__(self, config: TrackingConfig, out: Path, run_folder: Path, params: Mapping[str, Any]) -> None:
         """`out` is the output root (default store), `run_folder` keeps `mlflow.json`."""
         self._config = config
-        self._uri = config.uri or f"sqlite:///{(out / 'mlflow.db').resolve()}"
+        self._uri = store_uri(config.uri, out)
         self._artifacts = (out / "mlartifacts").resolve()
-        self._state = run_folder / "mlflow.json"
+        self._state = run_folder / STATE
         self._params = params
         self._name = run_folder.name
         self._stages: dict[str, _Stage] = {}
@@ -170,6 +170,7 @@ class Tracker:
         if not self._parent_params_sent:
             _log_params(client, self._parent, self._params)
             self._parent_params_sent = True
+            write_state(self._state, self._uri, self._parent, self._sent)  # a release may wait for it
         for name, stage in stages.items():
             sent = self._sent.setdefault(name, Sent())
             if not sent.done:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 from stages.artifacts import ArtifactError, read_json, write_json
 
 logger = logging.getLogger(__name__)
+
+STATE = "mlflow.json"
+PARENT_S = 20.0  # how long a release waits for the id of the run that makes it
 
 
 @dataclass
@@ -21,6 +25,19 @@ class Sent:
     done: bool = False
     failed: bool = False
     open: bool = False  # its MLflow run has been opened by this process
+
+
+def store_uri(uri: str, out: Path) -> str:
+    """Where runs of the output root `out` are tracked: `uri`, or SQLite beside the artifacts when it is empty."""
+    return uri or f"sqlite:///{(out / 'mlflow.db').resolve()}"
+
+
+def await_parent_run(uri: str, run_folder: Path, timeout_s: float = PARENT_S) -> str | None:
+    """The parent run's id, once the tracker of another process has it; None when the server gives none in time."""
+    deadline = time.monotonic() + timeout_s
+    while not (parent := read_state(run_folder / STATE, uri)[0]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return parent or None
 
 
 def read_state(path: Path, uri: str) -> tuple[str, dict[str, Sent]]:

@@ -33,7 +33,7 @@ def run(
 ) -> Release:
     """Make `release/` from what was evaluated, check it, and upload it if `publish.repo_id` is set.
 
-    `provenance`: JSON values that the release should name (the whole configuration, run ids). Raises
+    `provenance`: JSON values that the release should name (the whole configuration, the MLflow run). Raises
     ValueError when the folder must not go out (see `check_release`) or the Hub could not take it.
     """
     check(config)

@@ -9,6 +9,7 @@ from mlflow import MlflowClient
 
 from stages.artifacts import Artifact, Workspace
 from stages.tracking import Tracker, TrackingConfig
+from stages.tracking_state import await_parent_run, store_uri
 
 
 def send(out: Path, made: Artifact) -> str:
@@ -26,6 +27,20 @@ def steps(out: Path, parent: str) -> list[int]:
         [client.get_run(parent).info.experiment_id], filter_string=f"tags.`mlflow.parentRunId` = '{parent}'"
     )
     return [metric.step for metric in client.get_metric_history(run.info.run_id, "loss_nat")]
+
+
+def test_parent_run_is_known_to_other_processes_before_any_stage(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "r"
+    folder.mkdir(parents=True)
+    uri = store_uri("", tmp_path)
+    tracker = Tracker(TrackingConfig(), tmp_path, folder, {})
+    assert await_parent_run(uri, folder, timeout_s=0.2) is None
+    tracker.start()
+    told = await_parent_run(uri, folder, timeout_s=60)
+    assert told == tracker.parent_run_id
+    assert told
+    assert tracker.close("FINISHED", timeout_s=120) is None
+    assert await_parent_run("http://another", folder, timeout_s=0) is None
 
 
 def test_what_was_lost_is_sent_again(tmp_path: Path) -> None:
