@@ -189,10 +189,13 @@ class Execution:
         return f"{out}: its disk is full ({free_mib:.0f} MiB free); free some and give the same command again"
 
     def _let_save(self) -> None:
-        """Ask training for a checkpoint of the step it is in, and give it `train.grace_s`."""
-        asked, deadline = self.nodes["train"].workspace.path / STOP, time.monotonic() + self.config.train.grace_s
-        if asked.parent.is_dir():
-            asked.touch()
+        """Ask training for a checkpoint of the step it is in, and give it `train.grace_s`; not before its first step."""
+        workspace, deadline = self.nodes["train"].workspace, time.monotonic() + self.config.train.grace_s
+        said = workspace.events.read_progress()
+        if said is None or said.label != "train":
+            return
+        asked = workspace.path / STOP
+        asked.touch()
         while asked.exists() and time.monotonic() < deadline:  # training renames the file when it has saved
             time.sleep(0.05)
 
