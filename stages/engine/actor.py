@@ -1,7 +1,7 @@
 """One vLLM engine in one Ray actor.
 
-The engine's core is a process of its own, a child of the actor: it dies with the actor, and an actor
-whose core died exits, so that Ray starts both again. Knows nothing of hidden states but the
+The engine's core is a process of its own, a child of the actor: it dies with the actor (`executor.py`),
+and an actor whose core died exits, so that Ray starts both again. Knows nothing of hidden states but the
 parameters that it hands to the engine's connector and the reference that comes back.
 """
 
@@ -52,14 +52,13 @@ class VllmActor:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from stages.engine.executor import ACTOR_PID
+
+        os.environ[ACTOR_PID] = str(os.getpid())
         if spec.on_cpu:  # after the imports: OpenMP, which they load, would bind this process' thread too
             os.environ |= cpu_environment(spec.index, spec.num_actors, spec.args["tensor_parallel_size"])
-        args = dict(spec.args)
-        if transfer := args.get("kv_transfer_config"):
-            extra = transfer["kv_connector_extra_config"] | {"actor_pid": os.getpid()}
-            args["kv_transfer_config"] = transfer | {"kv_connector_extra_config": extra}
         try:
-            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
+            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**spec.args))
         except Exception as error:
             raise EngineError(f"engine {spec.index} did not start: {self._cause(str(error))}") from error
 

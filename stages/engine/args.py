@@ -1,4 +1,4 @@
-"""Arguments of every vLLM engine in this project, made in one place."""
+"""Arguments of the engines that generate or extract; `serving.py` makes those that serve a draft."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ def check_engine(config: EngineConfig) -> None:
 def engine_args(target: Target, config: EngineConfig) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs` for an engine that generates, and nothing else."""
     check_engine(config)
-    # A prefill-only request samples one token, so the longest sequence needs one position more.
-    max_model_len = min(config.max_model_len + 1, target.shape.max_positions)
+    executor = "WorkersExecutor" if config.tensor_parallel > 1 else "InCoreExecutor"
     args: dict[str, Any] = {
         "model": target.model,
         "revision": target.revision,
         "trust_remote_code": target.trust_remote_code,
         "dtype": config.dtype,
-        "max_model_len": max_model_len,
+        "max_model_len": min(config.max_model_len, target.shape.max_positions),
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
@@ -41,11 +40,9 @@ def engine_args(target: Target, config: EngineConfig) -> dict[str, Any]:
         "enable_prefix_caching": False,  # bits would depend on what came before, and states of a prefix be missing
         "enable_chunked_prefill": True,
         "disable_log_stats": True,
+        # Not left to vLLM, whose Ray executor wants bundles of one GPU each.
+        "distributed_executor_backend": f"stages.engine.executor.{executor}",
     }
-    if config.tensor_parallel > 1:
-        args["distributed_executor_backend"] = "mp"  # vLLM's Ray executor wants bundles of one GPU each
-    elif config.gpus_per_actor == 0:
-        args["distributed_executor_backend"] = "stages.engine.executor.InCoreExecutor"
     if config.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
     if config.gpus_per_actor:
@@ -69,4 +66,9 @@ def extractor_args(
         "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
     }
     transfer = {"kv_role": "kv_producer", **kv_transfer_config}
-    return engine_args(target, config) | {"speculative_config": speculative, "kv_transfer_config": transfer}
+    return engine_args(target, config) | {
+        # A prefill-only request samples one token, so the longest sequence needs one position more.
+        "max_model_len": min(config.max_model_len + 1, target.shape.max_positions),
+        "speculative_config": speculative,
+        "kv_transfer_config": transfer,
+    }

@@ -104,11 +104,12 @@ class Dispatcher:
     def lost(self, index: int, why: str) -> ActorLostError:
         """Pick the actor no more until it has come back; gives the error for the call that found out."""
         if index not in self._recovering and index not in self._dead:
-            self._recovering[index] = asyncio.create_task(self._recover(index))
+            self._recovering[index] = task = asyncio.create_task(self._recover(index))
+            task.add_done_callback(lambda task: self._recovered(index, task))
         return ActorLostError(index, why)
 
     async def _recover(self, index: int) -> None:
-        """Wait until Ray has started the actor again and it is admitted, or has been given up."""
+        """Wait until Ray has started the actor again and it is admitted. Raises why it is given up."""
         try:
             async with asyncio.timeout(self._restart_timeout_s):
                 for tries_left in reversed(range(_RETURNS)):
@@ -121,12 +122,14 @@ class Dispatcher:
                             raise
                     else:
                         return
-        except (RayActorError, EngineError) as error:
+        except TimeoutError as error:
+            why = f"engine {index} not back within engine.start_timeout_s={self._restart_timeout_s}"
+            raise EngineError(why) from error
+
+    def _recovered(self, index: int, task: asyncio.Task[None]) -> None:
+        del self._recovering[index]
+        if not task.cancelled() and (error := task.exception()) is not None:  # whatever it is: it was not admitted
             self._dead[index] = last_line(error)
-        except TimeoutError:
-            self._dead[index] = f"engine {index} not back within engine.start_timeout_s={self._restart_timeout_s}"
-        finally:
-            del self._recovering[index]
 
 
 class BackgroundLoop:

@@ -25,7 +25,6 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
 from stages.corpus import tokens_checksum
-from stages.engine.cpu import die_with_parent
 from stages.hidden_states.rows import CachedStates
 from stages.hidden_states.store import METADATA, local_hostname
 from stages.hidden_states.wire import Manifest
@@ -57,12 +56,11 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
     """hs_connectors' Mooncake connector, per request, with manifests and sealed objects; also on the CPU.
 
     `kv_connector_extra_config`: `mooncake` (of MooncakeStoreConfig, without the host name), `keep_s`,
-    `target`, `actor_pid`. A manifest names the layers that the engine was told to capture.
+    `target`. A manifest names the layers that the engine was told to capture.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        die_with_parent(extra["actor_pid"])
         super().__init__(vllm_config, role, kv_cache_config)
         mooncake = extra["mooncake"]
         host = local_hostname(mooncake["master_server_address"])

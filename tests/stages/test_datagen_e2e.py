@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.proof import Proof
 from stages.target import Target, read_folder
 from tests.stages.datagen_helpers import END_OF_TURN, save_tokenizer, write_prompts
+from tests.stages.test_hidden_states_e2e import all_gone, engine_core
 
 ENGINE = EngineConfig(dtype="float32", max_model_len=512, max_num_batched_tokens=512, max_num_seqs=8, kv_cache_gib=0.1)
 STORE = HiddenStatesConfig(segment_gib=0.0625)
@@ -86,7 +89,8 @@ class Recorder:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    alone = {"process_group_cleanup_enabled": False}  # Ray's own way to end an engine, which ends with its raylet
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _system_config=alone)
     yield
     ray.shutdown()
 
@@ -102,6 +106,14 @@ def check_generation(pool: EnginePool) -> None:
     [refused] = pool.generate([GenerationRequest("long", tuple(range(2, 302)) * 2, 1)])
     assert refused.finish_reason == "error"
     assert "512" in refused.error  # the engine's own words, with its limit
+
+
+def check_end(pool: EnginePool, work: Path) -> None:
+    """An engine ends with its actor, however that ends."""
+    [actor] = pool.actors
+    core = engine_core(work, 0)
+    os.kill(ray.get(actor.ready.remote()), signal.SIGKILL)
+    assert all_gone([core], within_s=10)
 
 
 @pytest.mark.e2e
@@ -136,6 +148,7 @@ def test_real_engines_give_exact_tokens_and_resume_to_the_same_bytes(
             recorder.results, recorder.crash_after = {}, 10
             with pytest.raises(RuntimeError, match="the driver died"):
                 run("resumed")
+        check_end(pool, tmp_path / "engines")
     resumed = run("resumed")  # with engines of its own, once one has proved its states
     assert Proof.read(resumed.path) is not None
 

@@ -22,7 +22,7 @@ from stages.engine.actor import ActorSpec
 from stages.engine.args import check_engine, engine_args, extractor_args
 from stages.engine.config import EngineConfig
 from stages.engine.cpu import bind_cores, cpu_environment
-from stages.engine.dispatch import BackgroundLoop
+from stages.engine.dispatch import BackgroundLoop, Dispatcher
 from stages.engine.log import root_cause
 from stages.engine.pool import EnginePool
 from stages.engine.requests import EngineError, GenerationRequest, GenerationResult
@@ -65,7 +65,10 @@ def test_engine_arguments() -> None:
     facts = {"built": False, "model": "some/model", "revision": "abc", "trust_remote_code": False, "shape": shape}
     target = Target(Path(), Record("Target", "id", 1, {}, {}, {}, {}, facts, "", "", 0.0))
     assert engine_args(target, replace(CPU, max_model_len=512))["max_model_len"] == 512
-    assert engine_args(target, replace(CPU, tensor_parallel=2))["distributed_executor_backend"] == "mp"
+    assert engine_args(target, CPU)["max_model_len"] == CPU.max_model_len
+    backend = "distributed_executor_backend"
+    assert engine_args(target, replace(CPU, gpus_per_actor=1))[backend] == "stages.engine.executor.InCoreExecutor"
+    assert engine_args(target, replace(CPU, tensor_parallel=2))[backend] == "stages.engine.executor.WorkersExecutor"
     assert "speculative_config" not in engine_args(target, CPU)
     args = extractor_args(target, CPU, (1, 3), {"kv_connector": "C"})
     assert args["enable_prefix_caching"] is False
@@ -221,6 +224,21 @@ def test_an_engine_that_cannot_start_again_gives_the_cause(pretend: None, tmp_pa
         with pytest.raises(EngineError, match=r"all 2 engines are dead.*no room"):
             list(pool.generate(killers))
     assert free_cpus() == 4
+
+
+def test_an_actor_whose_admission_fails_unexpectedly_is_given_up(cluster: None, tmp_path: Path) -> None:
+    async def admit(_: int) -> None:
+        raise KeyError("layer 3")
+
+    async def run(actor: ray.actor.ActorHandle) -> int:
+        dispatcher = Dispatcher([actor], 30.0, admit)
+        dispatcher.lost(0, "it died")
+        return await dispatcher.pick()
+
+    actor = ray.remote(PretendActor).remote(ActorSpec({}, tmp_path / "engine-0.log", 0, 1, True, 30.0))
+    with pytest.raises(EngineError, match="all 1 engines are dead; the last said: 'layer 3'"):
+        asyncio.run(run(actor))
+    ray.kill(actor)
 
 
 def test_a_failed_start_gives_the_cause_and_leaves_nothing(pretend: None, tmp_path: Path) -> None:
