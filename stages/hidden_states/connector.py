@@ -94,7 +94,7 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
                 self._store.put_stripe(manifest, self._rank, pending.token_ids.numpy(), states)
         except Exception as error:
             try:
-                self._store.put_failure(pending.mooncake_key, str(error))
+                self._store.put_failure(pending.mooncake_key, error)
             except RuntimeError:
                 logger.exception("no error marker for %s", pending.mooncake_key)
             raise

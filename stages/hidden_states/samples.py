@@ -18,7 +18,7 @@ import torch
 from ray.actor import ActorHandle
 
 from stages.corpus import tokens_checksum
-from stages.engine.dispatch import ActorLostError, BackgroundLoop, Dispatcher
+from stages.engine.dispatch import ActorLostError, BackgroundLoop, Dispatcher, last_line
 from stages.engine.requests import EngineError, Extraction
 from stages.hidden_states.arrivals import Arrivals
 from stages.hidden_states.buffers import BatchBuffers
@@ -122,7 +122,7 @@ class Samples:
         except StoreGoneError:
             raise
         except (ActorLostError, ValueError, HiddenStatesError) as error:
-            raise SampleError(str(error).strip().splitlines()[-1], actor) from error
+            raise SampleError(last_line(error), actor) from error
         finally:
             # The store may be gone as well; what is left behind there is deleted by its writer in time.
             with contextlib.suppress(HiddenStatesError):

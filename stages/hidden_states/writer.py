@@ -17,7 +17,7 @@ from stages.hidden_states.fp8 import encode
 from stages.hidden_states.layout import TRAILER_BYTES, Layout, as_bytes, seal
 from stages.hidden_states.rows import CachedStates, check_distinct, check_peaks, peak_bits
 from stages.hidden_states.store import error_name, in_own_memory, stripe_name
-from stages.hidden_states.wire import Manifest
+from stages.hidden_states.wire import HiddenStatesError, Manifest
 
 _LONGEST_ERROR = 2048  # characters
 # A put that fails is tried again for as long: the store is full until somebody reads, or its master was started again
@@ -26,6 +26,7 @@ _LONGEST_ERROR = 2048  # characters
 _PATIENCE_S = 2.0
 _MARKER_PATIENCE_S = 20.0
 _AGAIN_S = 0.05
+_FULL = -200  # Mooncake's code
 
 
 class SealedStore(MooncakeHiddenStatesStore):
@@ -41,7 +42,7 @@ class SealedStore(MooncakeHiddenStatesStore):
         """Check, encode, copy to the host, seal, put: the tokens of one stripe of a sample, if it has so many.
 
         `token_ids`: int [T], and `states`: of the whole sample. Raises HiddenStatesError for rows that cannot
-        be right, RuntimeError with Mooncake's code.
+        be right, or with Mooncake's code.
         """
         # Of this thread alone. With a team of its own the process has more OpenMP threads than cores, and libgomp then
         # lets the engine's threads sleep, not spin, at the end of every operator: 10 % of a prefill on two cores.
@@ -65,8 +66,10 @@ class SealedStore(MooncakeHiddenStatesStore):
         as_bytes(staging)[size : size + TRAILER_BYTES] = np.frombuffer(trailer, dtype=np.uint8)
         self._put(stripe_name(manifest.key, stripe), staging, size + TRAILER_BYTES, _PATIENCE_S)
 
-    def put_failure(self, key: str, why: str) -> None:
-        """Tell the consumer of a sample that it cannot be stored."""
+    def put_failure(self, key: str, error: Exception) -> None:
+        """Tell the consumer of a sample why it cannot be stored."""
+        ours = isinstance(error, HiddenStatesError) and str(error)  # another's text may need its type to be understood
+        why = ours or f"{type(error).__name__}: {error}"
         marker = np.frombuffer(why[:_LONGEST_ERROR].encode(), dtype=np.uint8)
         staging = self._staging_buffer("put", len(marker))
         as_bytes(staging)[: len(marker)] = marker
@@ -77,7 +80,11 @@ class SealedStore(MooncakeHiddenStatesStore):
         store, deadline = self._require_store(), time.monotonic() + patience_s
         while (code := store.put_from(name, staging.data_ptr(), size, in_own_memory(store))) != 0:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"Mooncake put of {size} bytes: expected success, found code {code} (-200: full)")
+                full = "; the store is full: raise hidden_states.segment_gib or lower hidden_states.window_share"
+                raise HiddenStatesError(
+                    f"Mooncake put of {name} ({size} bytes): expected success, found code {code}"
+                    f"{full if code == _FULL else ''}"
+                )
             time.sleep(_AGAIN_S)
         with self._lock:
             self._written.append((time.monotonic(), name))

@@ -191,7 +191,7 @@ class PretendExtractor:
             for stripe in range(STRIPES - (fault == "lose a stripe")):
                 self.store.put_stripe(manifest, stripe, token_ids, in_one_block(states))
         except RuntimeError as error:
-            self.store.put_failure(manifest.key, str(error))
+            self.store.put_failure(manifest.key, error)
 
 
 def write_head(home: Path) -> None:

@@ -149,8 +149,9 @@ def test_a_store_that_others_fill_costs_tries_and_then_the_sequence(world: World
             [found] = reader.read([[sequence(1), large, sequence(2)]])
         [(name, why)] = found.set_aside
         assert name == large.id
-        assert "2 tries, the last: the engine could not store them: Mooncake put of" in why
-        assert "code -200" in why
+        assert "2 tries, the last: the engine could not store them: Mooncake put of " in why
+        assert ".0 (" in why  # the object's name
+        assert "code -200; the store is full: raise hidden_states.segment_gib or lower" in why
         assert [s.id for s in found.sequences] == ["s1", "s2"]  # small ones have room
         assert sorted(world.asked(901)) == [1, 1]
         [found] = reader.read([[large]])
