@@ -17,6 +17,7 @@ from stages.datagen.prompts import check as check_prompts
 from stages.draft.config import check_draft
 from stages.draft.memory import count_parameters
 from stages.engine.args import check_engine
+from stages.hidden_states.config import check_hidden_states
 from stages.publish.hub import check as check_publish
 from stages.target import TargetShape, known_shape
 from stages.tracking import check_tracking
@@ -35,6 +36,7 @@ def check(config: PipelineConfig) -> None:
         shape = known_shape(config.target)
         check_draft(config.draft, shape)
         check_engine(config.engine)
+        check_hidden_states(config.hidden_states)
         check_train(config.train)
         check_init(config.train)
         check_prompts(config.datagen, shape.vocab_size)

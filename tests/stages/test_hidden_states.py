@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from urllib.request import urlopen
 
@@ -16,12 +17,14 @@ import pytest
 import torch
 from store_helpers import SEGMENT_BYTES, Lender, address_of, kill_master, master_process, metrics_url, wait_until_dead
 
+from stages.hidden_states import pool
 from stages.hidden_states.arrivals import Arrivals
 from stages.hidden_states.layout import TRAILER_BYTES, Layout, as_bytes, check_seal, seal
 from stages.hidden_states.master import mooncake_master
 from stages.hidden_states.reader import ByteBudget
 from stages.hidden_states.store import HiddenStatesStore, StoreAddress, StoreGoneError
 from stages.hidden_states.wire import HiddenStatesError, Manifest
+from stages.hidden_states.writer import SealedStore
 
 ROOT = Path(__file__).parents[2]
 
@@ -243,6 +246,67 @@ def test_an_unreadable_error_marker_fails_its_own_sample_only() -> None:
     assert "master may have been started again" in str(forgotten)
     assert "why cannot be read: code -704" in str(bad)
     assert good is None
+
+
+def test_whatever_a_look_at_the_store_raises_is_told_to_all_who_wait() -> None:
+    class Store:
+        breaks = 1
+
+        def exist(self, keys: list[str]) -> list[bool]:
+            raise OSError("no more sockets")
+
+    async def wait() -> list[object]:
+        arrivals = Arrivals(cast("HiddenStatesStore", Store()))
+        async with asyncio.timeout(5):
+            waits = [arrivals.wait(key, [f"{key}.0"], 1) for key in ("a", "b")]
+            return await asyncio.gather(*waits, return_exceptions=True)
+
+    found = asyncio.run(wait())
+    assert [type(error) for error in found] == [HiddenStatesError] * 2
+    assert {str(error) for error in found} == {"OSError: no more sockets"}
+
+
+def test_a_marker_names_what_is_not_ours_and_is_never_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    store = object.__new__(SealedStore)
+    monkeypatch.setattr(store, "_staging_buffer", lambda _, size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(store, "_put", lambda _, staging, size, __: told.append(bytes(staging.numpy()).decode()))
+    for error in (KeyError("k"), HiddenStatesError("a row of zeros"), AssertionError(), HiddenStatesError("")):
+        store.put_failure("key", error)
+    assert told == ["KeyError: 'k'", "a row of zeros", "AssertionError: ", "HiddenStatesError: "]
+
+
+def test_a_put_that_fails_names_the_object_and_the_way_out_of_a_full_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.hidden_states.writer.in_own_memory", lambda _: None)
+    store, memory = object.__new__(SealedStore), torch.empty(8, dtype=torch.uint8)
+    code = -200
+    monkeypatch.setattr(store, "_require_store", lambda: SimpleNamespace(put_from=lambda *_: code))
+    with pytest.raises(
+        HiddenStatesError, match=r"put of k\.0 .*code -200; .*raise hidden_states\.segment_gib or lower"
+    ):
+        store._put("k.0", memory, 8, 0.0)
+    code = -800
+    with pytest.raises(HiddenStatesError, match=r"put of k\.0 \(8 bytes\): expected success, found code -800$"):
+        store._put("k.0", memory, 8, 0.0)
+
+
+def test_loopback_is_refused_where_others_cannot_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cluster(*addresses: str) -> None:
+        nodes = [{"NodeManagerAddress": address, "Alive": address != "10.0.0.9"} for address in addresses]
+        monkeypatch.setattr("ray.nodes", lambda: nodes)
+        monkeypatch.setattr("ray.util.get_node_ip_address", lambda: addresses[0])
+
+    for alone in (["10.0.0.1"], ["10.0.0.1", "10.0.0.1"], ["10.0.0.1", "10.0.0.9"], ["127.0.0.1"]):
+        cluster(*alone)
+        assert pool._own_host() == "127.0.0.1"
+        pool._check_reachable("localhost:50051")
+    cluster("10.0.0.1", "10.0.0.2")
+    assert pool._own_host() == "10.0.0.1"
+    for reached in ("10.0.0.1:50051", "master.local:50051"):
+        pool._check_reachable(reached)
+    for master in ("127.0.0.1:50051", "localhost:50051"):
+        with pytest.raises(ValueError, match=rf"master_address={master}: expected .* all 2 machines"):
+            pool._check_reachable(master)
 
 
 def test_a_master_dies_with_its_sigkilled_parent(tmp_path: Path) -> None:
