@@ -72,7 +72,7 @@ def run(
     def begin(stack: ExitStack) -> Make:
         if template is None or not config.regenerate:
             return lambda conversations: keep_given(conversations, template, limits, watch.settled)
-        out.events.progress("starting engines", watch.done, watch.total, "conversations")
+        out.events.progress("starting engines", watch.done, watch.total, "conversation")
         one = replace(engine, num_actors=1)
         with extractor_pool(
             target, layer_ids, one, hidden_states, work=work / "proof", references=[out.path]
