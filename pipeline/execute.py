@@ -189,7 +189,7 @@ class Execution:
         return f"{out}: its disk is full ({free_mib:.0f} MiB free); free some and give the same command again"
 
     def _let_save(self) -> None:
-        """Ask training for a checkpoint of the step it is in, and give it `train.grace_s`; not before its first step."""
+        """Ask training for a checkpoint of the step it is in, and give it `train.grace_s`; before that, nothing."""
         workspace, deadline = self.nodes["train"].workspace, time.monotonic() + self.config.train.grace_s
         said = workspace.events.read_progress()
         if said is None or said.label != "train":
