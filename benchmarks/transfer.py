@@ -38,6 +38,7 @@ from benchmarks.transfer_ends import (
     LIFE,
     PRODUCERS,
     SHARED,
+    STEP_TOKENS,
     TOKEN_BYTES,
     WIDTH,
     Consumer,
@@ -132,7 +133,7 @@ def bench(repeats: int, most_consumers: int) -> dict[str, Any]:
         endpoint = Endpoint(
             actors=tuple(producers), store=StoreAddress(master, "tcp", ""), target="bench",
             layer_ids=tuple(range(LAYERS)), layout=Layout(LAYERS, WIDTH, "bfloat16", stripes=1),
-            contract=Contract(Path(folder), "bfloat16", 2, 2, 2), lives=frozenset({LIFE}),
+            contract=Contract(Path(folder), "bfloat16", 2, 2, STEP_TOKENS), lives=frozenset({LIFE}),
             store_bytes=PRODUCERS * segment_bytes, segment_bytes=segment_bytes, max_running=64, start_timeout_s=600.0,
         )  # fmt: skip
         consumers = [ray.remote(Consumer).options(num_cpus=0).remote(endpoint, max(sizes)) for _ in range(many[-1])]

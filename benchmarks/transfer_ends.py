@@ -40,6 +40,7 @@ PRODUCERS, BATCH, IN_FLIGHT = 2, 2, 4  # samples of a batch, samples that a read
 SHARED = ("memcpy", "raw", "raw_2", "ours", "ours_unchecked", "ours_fp8", "hs_connectors")
 CONTESTANTS = (*SHARED, "hs_connectors_checked")
 LIFE = "trusted"  # of engines that have passed the contract check
+STEP_TOKENS = 2048
 
 
 class Producer:
@@ -79,7 +80,9 @@ class Producer:
 
 def _manifest(key: str, token_ids: np.ndarray, encoding: Encoding) -> Manifest:
     shape = (len(token_ids), LAYERS, WIDTH)
-    return Manifest(key, shape, encoding, 1, tuple(range(LAYERS)), True, "bench", tokens_checksum(token_ids), 0)
+    return Manifest(
+        key, shape, encoding, 1, tuple(range(LAYERS)), True, "bench", tokens_checksum(token_ids), 0, STEP_TOKENS
+    )
 
 
 def _object(tokens: int, encoding: Encoding | Literal["hs_connectors"]) -> tuple[torch.Tensor, int]:

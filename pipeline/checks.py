@@ -29,6 +29,13 @@ GIB = 1 << 30
 
 def check(config: PipelineConfig) -> None:
     """Run all checks. Raises ConfigError for the first one that fails."""
+    shape = check_config(config)
+    check_workers(config)
+    check_output(config, shape)
+
+
+def check_config(config: PipelineConfig) -> TargetShape:
+    """Whether the config can work on some machine; gives the target's shape. Raises ConfigError."""
     if not re.fullmatch(r"[\w][\w.-]*", config.name):
         raise ConfigError(f"name={config.name}: expected letters, digits, dots, dashes: it begins the runs' folders")
     try:
@@ -46,8 +53,7 @@ def check(config: PipelineConfig) -> None:
         raise ConfigError(str(error)) from error
     check_lengths(config, shape)
     check_sizes(config)
-    check_workers(config)
-    check_output(config, shape)
+    return shape
 
 
 def check_lengths(config: PipelineConfig, shape: TargetShape) -> None:

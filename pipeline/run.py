@@ -48,6 +48,7 @@ Takes a target model and prompts, and gives back a released DSpark draft:
 Stages that are complete with the same identity are kept, and the run says why it makes the others.
 A run that was killed in any way goes on where it was when the same command is given again.
 
+  python -m pipeline.plan         what a config would take: bytes of states, of memory, on disk
   python -m pipeline.status       runs, stages, and why each would be made again
   python -m pipeline.track run=ID sends a run's metrics to MLflow after a server was down
   make ui                         MLflow on the output folder

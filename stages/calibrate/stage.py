@@ -99,14 +99,13 @@ def record(
         "target": target.identity,
         "temperature": 0.0,
     }
-    records, counts = collect(
-        reader,
-        model,
-        sequences,
-        config,
-        provenance,
-        lambda done: out.events.progress("drafting", done, len(sequences), "sequences", reader.flow().note),
-    )
+
+    def tell(done: int) -> None:
+        flow = reader.flow()
+        out.events.metrics(flow.metrics(), step=done)
+        out.events.progress("drafting", done, len(sequences), "sequences", flow.note)
+
+    records, counts = collect(reader, model, sequences, config, provenance, tell)
     save(replace(records, provenance=provenance | {"counts": counts}), out.path / RECORDS)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 _WATCH_S = 0.5
+_LEFT = 70  # exit status
 _EXIT_DELAY_S = 0.5  # lets the answers that name the cause leave before the process ends
 
 
@@ -40,10 +42,25 @@ class ActorSpec:
     start_timeout_s: float
 
 
+def end_with_event_loop() -> None:
+    """End the process when the event loop that calls this ends, as it does when somebody calls `sys.exit` in it.
+
+    Ray would keep the process, with a loop that answers nothing: whoever has asked would wait for a time-out.
+    """
+    loop_thread = threading.current_thread()
+
+    def watch() -> None:
+        loop_thread.join()
+        os._exit(_LEFT)
+
+    threading.Thread(target=watch, name="event-loop-watch", daemon=True).start()
+
+
 class VllmActor:
     """Owns one `AsyncLLM`. Raises EngineError with the engine's own message when it cannot start."""
 
     def __init__(self, spec: ActorSpec) -> None:
+        end_with_event_loop()
         self._spec = spec
         self._life = uuid.uuid4().hex
         self._log_start = redirect_output(spec.log)

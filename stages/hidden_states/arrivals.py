@@ -17,7 +17,11 @@ _Waiting = tuple[Sequence[str], asyncio.Future[None], int]  # names, who waits, 
 
 
 class Arrivals:
-    """Waits for many samples with one look at the store."""
+    """Waits for many samples with one look at the store.
+
+    A look is a call that blocks the event loop: 0.1 ms, which a thread would double. With a master that does not answer
+    it is the store's `_BACK_WITHIN_S`, in which nothing could be had anyway.
+    """
 
     def __init__(self, store: HiddenStatesStore) -> None:
         self._store = store

@@ -28,7 +28,8 @@ class HiddenStatesConfig:
     window_share: float = resource(0.5)  # of the store's capacity that may be asked for and not yet read
     attempts: int = resource(3)  # tries for one sequence before it is set aside by name
     sample_timeout_s: float = resource(120.0)
-    max_set_aside_share: float = resource(0.01)  # of all sequences; above it the stage stops
+    # of what a reader was asked for so far, or training of all; above it (and above one sequence) the stage stops
+    max_set_aside_share: float = resource(0.01)
 
     @property
     def segment_bytes(self) -> int:

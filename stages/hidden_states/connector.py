@@ -135,6 +135,7 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
             target=self._target,
             tokens_crc32=tokens_checksum(token_ids.numpy()),
             attempt=params["attempt"],
+            step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
         )
         self._pending_saves[request.request_id] = PendingSave(
             req_id=request.request_id,

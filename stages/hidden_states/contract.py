@@ -31,7 +31,9 @@ _LOWEST_ID = 256  # below: special tokens in many vocabularies, and bytes
 _MOST_LOGITS = 1 << 28  # 1 GiB in fp32: what an engine must find room for when it is asked about every position
 _MARGIN = 1.5  # of an honest engine's rounding over the model of it in `compare`; 1.0 was measured
 _LARGEST = 8.0  # of a single position; an honest engine's largest of 1,200 was 3.1
-_ENCODING_ERROR = 0.1  # of a layer in L2: fp8 costs 0.03, and two prefills on a GPU differ too
+# Of a layer in L2. fp8 costs 0.03; two prefills on a GPU may differ too, each by at most 0.017 from fp32 (`proof.py`):
+# sqrt(0.03² + 2 x 0.017²) = 0.038.
+_ENCODING_ERROR = 0.04
 
 
 class ContractError(HiddenStatesError):

@@ -1,8 +1,8 @@
 """Hidden states kept on disk: safetensors shards in a folder of their own kind, found by their tokens.
 
 All states of a folder are of one target, one set of layers and one way to compute them. Every tensor
-[T, L, D] of a shard is one sequence's, named by the checksum of its token ids; the shard's metadata say what
-the states are and vouch for the bytes. A shard is written beside, renamed, and never changed. Nothing here
+[T, L, D] of a shard is one sequence's, named by the checksum of its token ids; the shard's metadata hold its
+manifest and vouch for the bytes. A shard is written beside, renamed, and never changed. Nothing here
 knows Ray, vLLM or Mooncake.
 Legend: T tokens of one sequence, L captured layers, D hidden size.
 """
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +27,20 @@ import xxhash
 from safetensors.torch import save_file
 
 from stages.artifacts import exclusive
-from stages.corpus import TokenSequence
+from stages.corpus import TokenSequence, tokens_checksum
 from stages.hidden_states.layout import as_bytes
-from stages.hidden_states.wire import HiddenStatesError, HiddenStatesReader
+from stages.hidden_states.wire import HiddenStatesError, HiddenStatesReader, Manifest
 
 logger = logging.getLogger(__name__)
 
 READ_THREADS = 4  # reading and checking release the GIL
 SHARD_BYTES = 256 << 20  # held in memory until it is written, and lost when the process is killed before
-_CHECKSUMS = "xxh3_64"
+_CHECKSUMS, _MANIFESTS = "xxh3_64", "manifests"  # by tensor, in a shard's metadata
 _SUFFIX, _PARTIAL, _REFUSED = ".safetensors", ".partial", ".refused"
 _KEY = re.compile("[0-9a-f]{32}")
-_HEADER_BYTES = 256  # of a tensor's name, shape, offsets and checksum in a shard's header, at most
+_HEADER_BYTES = 1024  # of a tensor's name, shape, offsets, checksum and manifest in a shard's header, at most
 _DTYPE = "BF16"  # the format's name for it
 _GIB = 1 << 30
-_nbytes = attrgetter("nbytes")
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,30 @@ class About:
     target: str  # identity
     layer_ids: tuple[int, ...]
     hidden_size: int
+    step_tokens: int  # as in a manifest
     settings: dict[str, Any]  # whatever else changes the numbers, as JSON values
     pre_norm: bool = True  # the final layer's states are before the target's final norm
-    format: int = 1
+    format: int = 2
 
     @property
     def metadata(self) -> dict[str, str]:
+        """Of every shard; their digest names the folder."""
         return {name: json.dumps(value, sort_keys=True) for name, value in asdict(self).items()}
+
+    def manifest(self, key: str, num_tokens: int, tokens_crc32: int) -> Manifest:
+        """Of one sequence's states here."""
+        return Manifest(
+            key=key,
+            shape=(num_tokens, len(self.layer_ids), self.hidden_size),
+            encoding="bfloat16",
+            stripes=1,
+            layer_ids=self.layer_ids,
+            pre_norm=self.pre_norm,
+            target=self.target,
+            tokens_crc32=tokens_crc32,
+            attempt=0,
+            step_tokens=self.step_tokens,
+        )
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,7 @@ class Entry:
     shard: Path
     offset: int
     num_tokens: int
+    tokens_crc32: int
     xxh3_64: int
 
 
@@ -106,13 +122,14 @@ class KeptStates:
             logger.warning("%s", why)
         return entries
 
-    def read(self, entry: Entry, states_TLD: torch.Tensor) -> None:
-        """Fill `states_TLD` (bfloat16, of the entry's shape).
+    def read(self, entry: Entry, token_ids: np.ndarray, states_TLD: torch.Tensor) -> None:
+        """Fill `states_TLD` (bfloat16) with the states of `token_ids` (int32 [T]).
 
-        Raises HiddenStatesError, naming the shard, unless these are the bytes that were written.
+        Raises HiddenStatesError, naming the shard, unless they are of these tokens and the bytes that were written.
         """
-        if len(states_TLD) != entry.num_tokens:
-            raise HiddenStatesError(f"{entry.shard}: expected {len(states_TLD)} tokens, found {entry.num_tokens}")
+        wanted, found = (len(token_ids), tokens_checksum(token_ids)), (entry.num_tokens, entry.tokens_crc32)
+        if found != wanted:
+            raise HiddenStatesError(f"{entry.shard}: expected states of (tokens, CRC-32) {wanted}, found {found}")
         left = as_bytes(states_TLD).data
         try:
             with entry.shard.open("rb", buffering=0) as file:
@@ -121,9 +138,9 @@ class KeptStates:
                     left = left[count:]
         except OSError as error:
             raise HiddenStatesError(f"{entry.shard}: cannot be read: {error}") from error
-        found = xxhash.xxh3_64_intdigest(as_bytes(states_TLD).data)
-        if left or found != entry.xxh3_64:
-            cause = f"ends {len(left)} bytes early" if left else f"read with XXH3 {found:016x}"
+        checksum = xxhash.xxh3_64_intdigest(as_bytes(states_TLD).data)
+        if left or checksum != entry.xxh3_64:
+            cause = f"ends {len(left)} bytes early" if left else f"read with XXH3 {checksum:016x}"
             raise HiddenStatesError(
                 f"damaged bytes: {entry.shard} at {entry.offset}: written with XXH3 {entry.xxh3_64:016x}, {cause}"
             )
@@ -137,10 +154,10 @@ class KeptStates:
             left_behind.unlink()
         entries, refused = self._scan()
         needed = {key_of(sequence.input_ids): sequence for sequence in sequences}
-        there = [entries[key] for key in needed if key in entries]
+        there = [(entries[key], sequence.input_ids) for key, sequence in needed.items() if key in entries]
         with ThreadPoolExecutor(READ_THREADS) as threads:
-            damage = zip(there, threads.map(self._damage, there), strict=True)
-            refused |= {entry.shard: why for entry, why in damage if why is not None}
+            damage = zip(there, threads.map(lambda kept: self._damage(*kept), there), strict=True)
+            refused |= {entry.shard: why for (entry, _), why in damage if why is not None}
         for shard, why in refused.items():
             aside = shard.rename(shard.with_suffix(_REFUSED))
             logger.warning("%s; now %s, its states are extracted again", why, aside.name)
@@ -170,34 +187,39 @@ class KeptStates:
         `tell` is given the number of sequences done. Raises what the reader does.
         """
         set_aside: dict[str, str] = {}
-        shard: dict[str, torch.Tensor] = {}
+        shard: dict[str, tuple[np.ndarray, torch.Tensor]] = {}
         batches = reader.read([sequence] for sequence in sequences)
         for done, (sequence, batch) in enumerate(zip(sequences, batches, strict=True), start=1):
             key = key_of(sequence.input_ids)
             if batch.sequences:
-                shard[key] = batch.states_TLD
+                shard[key] = sequence.input_ids, batch.states_TLD
             else:
                 [(_, set_aside[key])] = batch.set_aside
-            if shard and (done == len(sequences) or sum(map(_nbytes, shard.values())) >= shard_bytes):
+            if shard and (done == len(sequences) or sum(states.nbytes for _, states in shard.values()) >= shard_bytes):
                 self._append(shard)
                 shard = {}
             tell(done)
         return set_aside
 
-    def _damage(self, entry: Entry) -> str | None:
-        shape = (entry.num_tokens, len(self.about.layer_ids), self.about.hidden_size)
+    def _damage(self, entry: Entry, token_ids: np.ndarray) -> str | None:
+        shape = (len(token_ids), len(self.about.layer_ids), self.about.hidden_size)
         try:
-            self.read(entry, torch.empty(shape, dtype=torch.bfloat16))
+            self.read(entry, token_ids, torch.empty(shape, dtype=torch.bfloat16))
         except HiddenStatesError as error:
             return str(error)
         return None
 
-    def _append(self, shard: dict[str, torch.Tensor]) -> None:
-        """Write a new shard, so that it is seen whole or not at all."""
+    def _append(self, shard: dict[str, tuple[np.ndarray, torch.Tensor]]) -> None:
+        """Write a new shard, so that it is seen whole or not at all. `shard`: token ids and states by key."""
         final = self.path / f"{min(shard)}{_SUFFIX}"  # no other shard has this key
         beside = final.with_suffix(_PARTIAL)
-        sums = {key: f"{xxhash.xxh3_64_intdigest(as_bytes(states).data):016x}" for key, states in shard.items()}
-        save_file(shard, beside, self.about.metadata | {_CHECKSUMS: json.dumps(sums)})
+        sums = {key: f"{xxhash.xxh3_64_intdigest(as_bytes(states).data):016x}" for key, (_, states) in shard.items()}
+        manifests = {
+            key: asdict(self.about.manifest(key, len(token_ids), tokens_checksum(token_ids)))
+            for key, (token_ids, _) in shard.items()
+        }
+        told = {_CHECKSUMS: json.dumps(sums), _MANIFESTS: json.dumps(manifests)}
+        save_file({key: states for key, (_, states) in shard.items()}, beside, self.about.metadata | told)
         with beside.open("rb") as file:
             os.fsync(file.fileno())
         beside.rename(final)
@@ -221,7 +243,7 @@ class KeptStates:
                 start = 8 + int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(min(start - 8, shard.stat().st_size)))
             told = header.pop("__metadata__")
-            sums = json.loads(told[_CHECKSUMS])
+            sums, manifests = json.loads(told[_CHECKSUMS]), json.loads(told[_MANIFESTS])
             wrong = {name: told.get(name) for name, value in self.about.metadata.items() if told.get(name) != value}
             if wrong:
                 raise HiddenStatesError(f"{shard}: expected states of {self.about}, found {wrong}")
@@ -232,7 +254,9 @@ class KeptStates:
                 if [tensor["dtype"], *found] != wanted:
                     raise HiddenStatesError(f"{shard}: expected states [T, L, D] of {wanted}, found {tensor}")
                 begin, end = tensor["data_offsets"]
-                entries[key] = Entry(shard, start + begin, num_tokens, int(sums[key], 16))
+                entry = Entry(shard, start + begin, num_tokens, manifests[key]["tokens_crc32"], int(sums[key], 16))
+                _check(self.about.manifest(key, num_tokens, entry.tokens_crc32), manifests[key], shard)
+                entries[key] = entry
                 size = max(size, start + end)
             if size != shard.stat().st_size:
                 raise HiddenStatesError(f"{shard}: expected {size} bytes, found {shard.stat().st_size}")
@@ -241,3 +265,10 @@ class KeptStates:
                 f"{shard}: not a whole shard of hidden states: {type(error).__name__}: {error}"
             ) from error
         return entries
+
+
+def _check(wanted: Manifest, found: dict[str, object], shard: Path) -> None:
+    try:
+        wanted.check(found)
+    except HiddenStatesError as error:
+        raise HiddenStatesError(f"{shard}: {wanted.key}: {error}") from error

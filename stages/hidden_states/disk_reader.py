@@ -48,7 +48,9 @@ class DiskReader(BatchReader):
             return self._set_aside.get(key, f"no states of it in {self._kept.path}")
         with self._meter.fetching(self._size(sequence), "transfer"):
             try:
-                await asyncio.get_running_loop().run_in_executor(self._threads, self._kept.read, entry, states_TLD)
+                await asyncio.get_running_loop().run_in_executor(
+                    self._threads, self._kept.read, entry, sequence.input_ids, states_TLD
+                )
             except HiddenStatesError as error:
                 return str(error)
         return None

@@ -143,7 +143,7 @@ def states_of(
             yield partial(open_reader, pool.endpoint, config)
         return
     settings = {"engine": fingerprint(engine), "hidden_states": fingerprint(config), "vllm": vllm_version()}
-    about = About(target.identity, layer_ids, target.shape.hidden_size, settings)
+    about = About(target.identity, layer_ids, target.shape.hidden_size, engine.max_num_batched_tokens, settings)
     kept = KeptStates(out.layout.states(digest(about.metadata)), about)
     set_aside: dict[str, str] = {}
     with kept.locked():
@@ -163,6 +163,8 @@ def states_of(
                     out.events.progress("extracting", done, len(missing), "sequences", reader.flow().note)
 
                 set_aside = kept.fill(reader, missing, tell)
+                flowed = {f"extraction/{name}": value for name, value in reader.flow().metrics().items()}
+                out.events.metrics(flowed, step=0)
     if (proof := Proof.read(kept.path)) is not None:
         proof.check_kept(references)
         proof.record(out)

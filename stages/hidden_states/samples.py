@@ -212,6 +212,7 @@ class Samples:
             target=self.endpoint.target,
             tokens_crc32=tokens_checksum(token_ids),
             attempt=attempt,
+            step_tokens=self.endpoint.contract.step_tokens,
         )
 
     def _get(self, manifest: Manifest, places: list[tuple[slice, torch.Tensor, torch.Tensor]]) -> None:

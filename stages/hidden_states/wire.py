@@ -39,14 +39,14 @@ def check_set_aside(set_aside: Sequence[tuple[str, str]], asked: int, max_share:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a consumer must know of one sequence's states before it reads a byte.
+    """Everything a consumer must know of one sequence's states before it reads a byte, streamed or kept on disk.
 
-    The connector answers with one, the consumer expects one, and they must be equal. Its digest is in
-    every trailer, so that bytes written for another manifest are found out as well. The checksum of the
-    bytes is only there: the manifest leaves the engine before they exist.
+    Whoever wrote them says one, the consumer expects one, and they must be equal. Of streamed states its digest is
+    in every trailer, so that bytes written for another manifest are found out as well. The checksum of the
+    bytes is beside it, in the trailer or the shard: the manifest leaves the engine before they exist.
     """
 
-    key: str  # stripe i is the store's object `key.i`
+    key: str  # stripe i is the store's object `key.i`; on disk the tensor's name
     shape: tuple[int, int, int]  # T, L, D
     encoding: Encoding
     stripes: int  # writers that share the tokens (see `Layout.spans`)
@@ -54,7 +54,8 @@ class Manifest:
     pre_norm: bool  # the final layer's states are before the target's final norm
     target: str  # identity of the target artifact: its files' contents, or the Hub id and revision
     tokens_crc32: int
-    attempt: int
+    attempt: int  # 0 on disk, where nothing is asked for twice
+    step_tokens: int  # prefilled at once at most: a longer prompt in chunks, which on some hardware changes states
 
     @property
     def digest(self) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from hidden_states_helpers import HIDDEN_SIZE, LAYER_IDS, states_of
+from hidden_states_helpers import HIDDEN_SIZE, LAYER_IDS, STEP_TOKENS, states_of
 
 from stages.corpus import TokenSequence
 from stages.hidden_states.disk import About, KeptStates
 from stages.hidden_states.flow import Flow
 from stages.hidden_states.wire import HiddenBatch
 
-ABOUT = About("tiny", LAYER_IDS, HIDDEN_SIZE, {})
+ABOUT = About("tiny", LAYER_IDS, HIDDEN_SIZE, STEP_TOKENS, {})
 
 
 class PretendReader:

@@ -22,6 +22,7 @@ from store_helpers import SEGMENT_BYTES, address_of
 
 from stages.artifacts import Workspace
 from stages.corpus import TokenSequence, tokens_checksum
+from stages.engine.actor import end_with_event_loop
 from stages.engine.requests import EngineError, Extraction
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.contract import Contract
@@ -36,6 +37,7 @@ from stages.target import Target, load_head, read_folder
 LAYER_IDS = (1, 3)
 HIDDEN_SIZE = 8
 VOCAB_SIZE = 1000
+STEP_TOKENS = 128
 STRIPES = 2  # written one after the other here, by ranks of a real engine
 
 
@@ -83,6 +85,7 @@ class PretendExtractor:
         slow: tuple[int, ...] = (),
         layer_ids: tuple[int, ...] = LAYER_IDS,
     ) -> None:
+        end_with_event_loop()
         self.layer_ids = self.captured = layer_ids
         self.life = str(os.getpid())
         self.head = load_head(home)
@@ -146,6 +149,7 @@ class PretendExtractor:
             target="tiny",
             tokens_crc32=tokens_checksum(token_ids),
             attempt=capture["attempt"],
+            step_tokens=STEP_TOKENS,
         )
         self.late.append(asyncio.create_task(self._store(manifest, token_ids, fault)))
         if fault.startswith("manifest "):
@@ -230,7 +234,7 @@ def extractors(
         segment_bytes=SEGMENT_BYTES,
         max_running=8 * count,
         start_timeout_s=60.0,
-        contract=Contract(home, "bfloat16", VOCAB_SIZE, longest=256, step_tokens=128),
+        contract=Contract(home, "bfloat16", VOCAB_SIZE, longest=256, step_tokens=STEP_TOKENS),
     )
     try:
         yield check_contract(endpoint, HiddenStatesConfig())[0]

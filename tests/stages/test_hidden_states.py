@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 # Bytes and checks
 
 
-MANIFEST = Manifest("k", (9, 2, 8), "bfloat16", 2, (1, 3), True, "tiny", 7, 0)
+MANIFEST = Manifest("k", (9, 2, 8), "bfloat16", 2, (1, 3), True, "tiny", 7, 0, 128)
 
 
 def test_trailer_vouches_for_bytes_tokens_and_manifest() -> None:
@@ -63,7 +63,7 @@ store = object.__new__(SealedStore)
 store._sweep = lambda: None
 store._staging_buffer = lambda _, size: torch.empty(size, dtype=torch.uint8)
 store._put = lambda name, *_: print(len(os.listdir("/proc/self/task")) - before)
-manifest = Manifest("k", (2048, 3, 256), "bfloat16", 1, (1, 2, 3), True, "tiny", 7, 0)
+manifest = Manifest("k", (2048, 3, 256), "bfloat16", 1, (1, 2, 3), True, "tiny", 7, 0, 128)
 states = CachedStates(torch.randn(1, 3, 2048, 256).to(torch.bfloat16), torch.arange(2048))
 torch.randn(2048, 2048).to(torch.bfloat16)  # an operator of the engine's own threads
 before = len(os.listdir("/proc/self/task"))

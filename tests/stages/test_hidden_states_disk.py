@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -144,23 +146,56 @@ def test_states_of_another_kind_are_refused_by_name(
     assert f"found {{'{named}': " in caplog.text
 
 
-def test_a_shard_that_lies_about_its_tensors_is_refused(kept: KeptStates, caplog: pytest.LogCaptureFixture) -> None:
-    shard = kept.entries()[key_of(SEQUENCES[0].input_ids)].shard
+@contextmanager
+def header_of(shard: Path) -> Iterator[dict[str, Any]]:
+    """The header of a shard, which is written again with what was changed."""
     content = shard.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
-    header[key_of(SEQUENCES[0].input_ids)]["dtype"] = "F16"
+    yield header
     told = json.dumps(header).encode()
     shard.write_bytes(len(told).to_bytes(8, "little") + told + content[8 + length :])
+
+
+def test_a_shard_that_lies_about_its_tensors_is_refused(kept: KeptStates, caplog: pytest.LogCaptureFixture) -> None:
+    key = key_of(SEQUENCES[0].input_ids)
+    with header_of(kept.entries()[key].shard) as header:
+        header[key]["dtype"] = "F16"
     assert SEQUENCES[0].id in read(kept)
     assert "expected states [T, L, D] of ['BF16', 2, 8], found {'dtype': 'F16'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("layer_ids", [1, 2]), ("pre_norm", None), ("target", "other"), ("step_tokens", 64), ("tokens_crc32", 7)],
+)
+def test_every_tensor_has_a_manifest_that_must_be_the_one_expected(
+    kept: KeptStates, field: str, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = SEQUENCES[0]
+    key = key_of(bad.input_ids)
+    with header_of(kept.entries()[key].shard) as header:
+        manifests = json.loads(header["__metadata__"]["manifests"])
+        manifests[key][field] = value
+        header["__metadata__"]["manifests"] = json.dumps(manifests)
+    away = read(kept)
+    if field == "tokens_crc32":  # nothing but the tokens themselves knows better
+        assert away.keys() == {bad.id}
+        assert "expected states of (tokens, CRC-32)" in away[bad.id]
+    else:
+        assert bad.id in away
+        assert f"{key}: manifest differs in {field}: expected " in caplog.text
+    again = PretendReader()
+    keep(kept, again)
+    assert bad.id in again.read_ids
+    assert not read(kept, share=0.0)
 
 
 def test_training_from_disk_gives_the_same_weights(tmp_path: Path) -> None:
     streamed, from_disk = (
         make_job(tmp_path / name, replace(TRAIN, epochs=1), random_sequences(7, 20)) for name in ("streamed", "disk")
     )
-    kept = KeptStates(tmp_path / "states", About("test", LAYERS, SHAPE.hidden_size, {}))
+    kept = KeptStates(tmp_path / "states", About("test", LAYERS, SHAPE.hidden_size, 128, {}))
     used = [*streamed.corpus.sequences("train"), *streamed.corpus.sequences("validation")]
     with kept.locked():
         kept.fill(FakeReader(streamed.target.folder), kept.missing(used), lambda _: None)

@@ -132,17 +132,22 @@ def test_extraction_survives_its_engines(target: Target, cluster: None, tmp_path
         with Workspace(tmp_path / "out" / "artifacts" / "train-x", "x").locked() as out:
             check_disk(target, pool, undisturbed, out)
 
+        reader.close()
+
+        narrow = replace(CONFIG, window_share=10 / 32 / 16)  # ten of the longest: most is asked for after a kill
+        reader = open_reader(pool.endpoint, narrow, num_ranks=1)
         started, disturbed = time.monotonic(), []
+        cores = [engine_core(tmp_path, actor) for actor in (0, 1)]
         for index, batch in enumerate(reader.read(batches)):
             disturbed.append(batch)
             if index == 1:  # the engine of one actor: its requests and its unread samples are lost
-                engine_core(tmp_path, 0).send_signal(signal.SIGKILL)
+                cores[0].send_signal(signal.SIGKILL)
+            if index == 2:  # another actor, in the middle of what the first has left to it: nothing of its engine stays
+                os.kill(actors[1], signal.SIGKILL)
+        assert all_gone(cores, within_s=10)
         assert torch.equal(joined(undisturbed), joined(disturbed))
+        assert reader._samples._asked > len(wanted)  # some were asked for again
         assert time.monotonic() - started < CONFIG.sample_timeout_s / 2  # nobody waited for what cannot come
-
-        core = engine_core(tmp_path, 1)
-        os.kill(actors[1], signal.SIGKILL)  # an actor: nothing of its engine may stay
-        assert all_gone([core], within_s=10)
         reader.close()
         again = ray.get([actor.ready.remote() for actor in pool.endpoint.actors])
         assert not set(again) & set(actors)
