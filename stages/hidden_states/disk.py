@@ -129,7 +129,8 @@ class KeptStates:
         """
         wanted, found = (len(token_ids), tokens_checksum(token_ids)), (entry.num_tokens, entry.tokens_crc32)
         if found != wanted:
-            raise HiddenStatesError(f"{entry.shard}: expected states of (tokens, CRC-32) {wanted}, found {found}")
+            told = f"{entry.shard}: expected (tokens, CRC-32) {wanted}, found {found}"
+            raise HiddenStatesError(f"states of other tokens: {told}")
         left = as_bytes(states_TLD).data
         try:
             with entry.shard.open("rb", buffering=0) as file:
@@ -137,7 +138,7 @@ class KeptStates:
                 while left and (count := file.readinto(left)):
                     left = left[count:]
         except OSError as error:
-            raise HiddenStatesError(f"{entry.shard}: cannot be read: {error}") from error
+            raise HiddenStatesError(f"unreadable shard: {entry.shard}: {error}") from error
         checksum = xxhash.xxh3_64_intdigest(as_bytes(states_TLD).data)
         if left or checksum != entry.xxh3_64:
             cause = f"ends {len(left)} bytes early" if left else f"read with XXH3 {checksum:016x}"

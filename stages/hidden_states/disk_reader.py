@@ -45,7 +45,7 @@ class DiskReader(BatchReader):
     async def _fetch(self, sequence: TokenSequence, states_TLD: torch.Tensor, scratch: torch.Tensor) -> str | None:
         key = key_of(sequence.input_ids)
         if (entry := self._entries.get(key)) is None:
-            return self._set_aside.get(key, f"no states of it in {self._kept.path}")
+            return self._set_aside.get(key, f"not kept: no states of it in {self._kept.path}")
         with self._meter.fetching(self._size(sequence), "transfer"):
             try:
                 await asyncio.get_running_loop().run_in_executor(

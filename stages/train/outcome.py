@@ -58,7 +58,7 @@ def write_result(
 
 
 def _by_reason(set_aside: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Counts of set-aside visits: all, and by the reason of the last try up to its first colon."""
+    """Counts of set-aside visits: all, and by the reason of the last try up to its first colon, where kinds end."""
     counts = {"visits_set_aside": len(set_aside)}
     for _, reason in set_aside:
         key = "visits_set_aside_" + re.sub(r"\W+", "_", reason.rpartition("last: ")[2].split(":")[0].lower())

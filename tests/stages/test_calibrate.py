@@ -34,6 +34,7 @@ from stages.draft.checkpoint import CALIBRATION_KEY, export_draft, head_digest, 
 from stages.draft.model import build_draft
 from stages.draft.speculate import draft_blocks
 from stages.engine.config import EngineConfig
+from stages.events import METRICS, read_rows
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.target import Target
 from tests.stages.draft_helpers import DRAFT, SHAPE, FakeReader, greedy_sequences, packed
@@ -361,6 +362,10 @@ def test_stage_with_real_states(world: tuple[Target, Corpus, Draft, list[TokenSe
             )
     finally:
         ray.shutdown()
+    rows = [row.values for row in read_rows(calibration.path / METRICS)]
+    flowed = [row["flow/tok_per_s"] for row in rows if "flow/tok_per_s" in row]
+    assert len(flowed) == len(sequences)
+    assert all(flowed)
     served = load(calibration.path / stage.RECORDS)
     reference, _ = collect(
         FakeReader(target.folder),

@@ -23,6 +23,7 @@ from stages.artifacts import Workspace
 from stages.corpus import TokenSequence
 from stages.engine.config import EngineConfig
 from stages.engine.requests import EngineError
+from stages.events import METRICS, read_rows
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.contract import SHORT_PROMPTS
 from stages.hidden_states.layout import TRAILER_BYTES
@@ -115,6 +116,9 @@ def check_disk(target: Target, pool: ExtractorPool, streamed: list[HiddenBatch],
             closing(open_kept(1)) as reader,
         ):
             assert torch.equal(joined(list(reader.read(batches))), joined(streamed))
+    [flowed] = [row.values for row in read_rows(out.path / METRICS) if "extraction/flow/tok_per_s" in row.values]
+    assert flowed["extraction/flow/tok_per_s"] > 0
+    assert "extraction/bottleneck/extractors" in flowed
 
 
 def test_extraction_survives_its_engines(target: Target, cluster: None, tmp_path: Path) -> None:
