@@ -244,9 +244,3 @@ def heads(model: DSparkDraftModel, hidden_ABD: torch.Tensor, previous_AB: torch.
     bias_ABW = model.markov_head.block_bias(prev_token_ids=previous_AB, hidden_states=hidden_ABD, prev_emb=embedded_ABR)
     confidence_AB = confidence_logits(model, hidden_ABD, embedded_ABR)
     return BlockOutput(hidden_ABD, model.lm_head(hidden_ABD) + bias_ABW, confidence_AB)
-
-
-def block_forward(model: DSparkDraftModel, batch: PackedBatch, anchors_A: torch.Tensor) -> BlockOutput:
-    """All blocks, teacher-forced: every prediction is given the true token before it."""
-    previous_AB = batch.input_ids_T[block_positions(batch, anchors_A, num_predictions(model))]
-    return heads(model, backbone(model, batch, anchors_A), previous_AB)

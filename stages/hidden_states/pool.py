@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,10 +31,8 @@ from stages.hidden_states.proof import Proof
 from stages.hidden_states.reader import StreamingReader
 from stages.hidden_states.samples import Endpoint, check_contract
 from stages.hidden_states.store import StoreAddress
-from stages.hidden_states.wire import HiddenStatesReader
+from stages.hidden_states.wire import OpenReader
 from stages.target import Target
-
-OpenReader = Callable[[int], HiddenStatesReader]  # given the number of ranks; close what it gives
 
 _LOOPBACK = "127.0.0.1"
 _LEAST_SEGMENT_BYTES = 16 << 20  # Mooncake refuses to lend less

@@ -8,7 +8,7 @@ Legend: T tokens of one sequence (or of a packed batch), L captured layers, D hi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
@@ -94,3 +94,6 @@ class HiddenStatesReader(Protocol):
     def close(self) -> None:
         """Stop fetching and release memory; safe to call twice."""
         ...
+
+
+OpenReader = Callable[[int], HiddenStatesReader]  # given the number of ranks that read; close what it gives

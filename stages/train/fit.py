@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,13 @@ import torch
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
 from stages.artifacts import remove, write_json
-from stages.hidden_states.wire import HiddenStatesError, HiddenStatesReader
+from stages.hidden_states.wire import HiddenStatesError, OpenReader
 from stages.train.config import STOP, TrainConfig
 from stages.train.job import RESULT, STOPPED, TrainError, TrainJob, TrainStopped
 from stages.train.loop import train
 
 RAY = "ray"  # Ray Train's own folder in the workspace
 FAILURE = "failure.json"  # why training must not go on, written by the first rank that knows
-
-OpenReader = Callable[[int], HiddenStatesReader]  # given the number of ranks
 
 
 def fit(job: TrainJob, open_reader: OpenReader) -> None:

@@ -20,6 +20,7 @@ from stages.corpus import Corpus, TokenSequence, write_shard
 from stages.draft.attention import NAMES
 from stages.draft.batch import PackedBatch
 from stages.draft.config import DraftConfig
+from stages.draft.model import BlockOutput, backbone, block_positions, heads, num_predictions
 from stages.hidden_states.flow import Flow
 from stages.hidden_states.wire import HiddenBatch
 from stages.target import Target, TargetShape
@@ -182,3 +183,9 @@ def make_job(
     out = Workspace(root / "draft", "id")
     out.path.mkdir(parents=True, exist_ok=True)
     return TrainJob(config, draft, target, corpus, out)
+
+
+def block_forward(model: DSparkDraftModel, batch: PackedBatch, anchors_A: torch.Tensor) -> BlockOutput:
+    """All blocks, teacher-forced: every prediction is given the true token before it."""
+    previous_AB = batch.input_ids_T[block_positions(batch, anchors_A, num_predictions(model))]
+    return heads(model, backbone(model, batch, anchors_A), previous_AB)

@@ -26,7 +26,6 @@ from stages.draft.checkpoint import (
 from stages.draft.config import DraftConfig, check_draft
 from stages.draft.mask import Blocks
 from stages.draft.model import (
-    block_forward,
     block_positions,
     build_draft,
     num_predictions,
@@ -40,6 +39,7 @@ from tests.stages.draft_helpers import (
     SHAPE,
     SLIDING,
     as_speculators,
+    block_forward,
     packed,
     random_sequences,
     write_target,

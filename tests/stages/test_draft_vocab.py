@@ -19,11 +19,11 @@ from stages.draft.attention import NAMES
 from stages.draft.batch import PackedBatch
 from stages.draft.checkpoint import check_checkpoint, export_draft, load_draft
 from stages.draft.loss import LossSums, LossWeights, draft_loss
-from stages.draft.model import block_forward, block_positions, build_draft, num_predictions, shared_head, trainable
+from stages.draft.model import block_positions, build_draft, num_predictions, shared_head, trainable
 from stages.draft.speculate import draft_blocks
 from stages.draft.vocab import choose_vocab, vocab_digest
 from stages.target import TargetHead, load_head
-from tests.stages.draft_helpers import DRAFT, FILL_IN, SHAPE, packed, random_sequences, write_target
+from tests.stages.draft_helpers import DRAFT, FILL_IN, SHAPE, block_forward, packed, random_sequences, write_target
 
 SIZE = 40
 REDUCED = replace(DRAFT, vocab_size=SIZE)
