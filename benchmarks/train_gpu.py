@@ -139,8 +139,8 @@ def train(size: Size, limit_s: float, device: torch.device) -> dict[str, Any]:
     model = draft(size, head, size.config, device)
     step = stepper(model, head, WEIGHTS, size.config, device)
     batches = packed(batches, size.config.micro_batch_tokens)
-    count = sum(parameter.numel() for parameter in trainable(model).values())
-    meter, rows = Meter(device, 1, count, size.draft.block_size), []
+    sizes = {name: parameter.numel() for name, parameter in trainable(model).items()}
+    meter, rows = Meter(device, 1, sizes, size.draft.block_size), []
     for number in range(size.steps):
         before = time.monotonic()
         taken = step(batches, number)  # ends with numbers on the CPU, so the device is done
@@ -160,7 +160,7 @@ def train(size: Size, limit_s: float, device: torch.device) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
-        "trainable_parameters": count,
+        "trainable_parameters": sum(sizes.values()),
         "parity": told,
         "steps": len(rows),
         "tok_per_s": round(median(row["tok_per_s"] for row in warm), 1),

@@ -161,7 +161,7 @@ def test_driver_killed_in_every_stage_leaves_the_same_weights(road: Path, small:
         "target": "metrics.jsonl", "datagen": "work/engine-0.log", "train": "checkpoints/step-*/state.json",
         "calibrate": "engines/engine-0.log", "evaluate": "served/draft.log",
     }  # fmt: skip
-    grace_s = 10 + config(small, tmp_path).train.grace_s
+    grace_s = 10 + config(small, tmp_path).train.grace_s  # to save, and to end every process
     stops = [(name, signal.SIGKILL) for name in signs]
     stops.insert(stops.index(("train", signal.SIGKILL)), ("train", signal.SIGTERM))
     for name, signum in stops:

@@ -80,8 +80,9 @@ class Worker:
         self.state = TrainState(vocab_sha256=None if job.vocab_W is None else vocab_digest(job.vocab_W))
         self.folder = job.out.path / CHECKPOINTS
         self.saver = Saver(self.folder, job.out.identity, config.keep_checkpoints, device)
-        self.num_parameters = sum(parameter.numel() for parameter in self.parameters.values())
-        self.meter = Meter(device, self.world, self.num_parameters, int(model.block_size))
+        sizes = {name: parameter.numel() for name, parameter in self.parameters.items()}
+        self.num_parameters = sum(sizes.values())
+        self.meter = Meter(device, self.world, sizes, int(model.block_size))
 
     def resume(self) -> None:
         """Take up the checkpoint that rank 0 finds newest, by however many ranks it was written."""

@@ -22,6 +22,8 @@ PEAK_FLOP_PER_S = {
     "GB200": 2.5e15,
     "GB300": 2.5e15,
 }
+_OF_CONTEXT = ("fc.weight", "k_proj.weight", "v_proj.weight")
+_NOT_OF_SLOTS = ("fc.weight", "markov_w1.weight")
 
 
 def peak_flop_per_s(device_name: str) -> float | None:
@@ -30,22 +32,24 @@ def peak_flop_per_s(device_name: str) -> float | None:
     return PEAK_FLOP_PER_S[max(names, key=len)] if names else None
 
 
-def model_flop(num_parameters: int, slots: int) -> float:
-    """Floating-point operations of one forward and backward pass over `slots` positions of draft blocks.
+def model_flop(sizes: Mapping[str, int], slots: int, tokens: int) -> float:
+    """Floating-point operations of one forward and backward pass over `slots` of draft blocks and `tokens` of context.
 
-    6 N per position: Kaplan et al. 2020, "Scaling laws for neural language models", section 2.1. N is all that
-    is trained, as if a position met all of it: `fc` too, which context tokens meet instead, and `markov_w1`, of
-    which a row is looked up. Left out are the frozen LM head, attention scores, and the context's keys and values.
+    `sizes`: weights by parameter of the draft. 6 for a weight and whatever meets it: Kaplan et al. 2020, "Scaling laws
+    for neural language models", section 2.1. Context meets `fc` and the layers' keys and values; slots meet all but
+    `fc` and `markov_w1`, of which rows are looked up. Left out are the frozen LM head and attention scores.
     """
-    return 6.0 * num_parameters * slots
+    of_context = sum(size for name, size in sizes.items() if name.endswith(_OF_CONTEXT))
+    of_slots = sum(size for name, size in sizes.items() if not name.endswith(_NOT_OF_SLOTS))
+    return 6.0 * (of_slots * slots + of_context * tokens)
 
 
 class Meter:
-    """Measures the steps of one process."""
+    """Measures the steps of one process. `sizes`: as in `model_flop`."""
 
-    def __init__(self, device: torch.device, world: int, num_parameters: int, block_size: int) -> None:
+    def __init__(self, device: torch.device, world: int, sizes: Mapping[str, int], block_size: int) -> None:
         self._device, self._world = device, world
-        self._num_parameters, self._block_size = num_parameters, block_size
+        self._sizes, self._block_size = dict(sizes), block_size
         on_gpu = device.type == "cuda"
         self._peak_flop_per_s = peak_flop_per_s(torch.cuda.get_device_name(device)) if on_gpu else None
         self._started = time.monotonic()
@@ -66,7 +70,7 @@ class Meter:
             values["peak_rss_bytes"] = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if self._peak_flop_per_s is not None:
             slots = int(taken.sums.labels_B[0]) * self._block_size  # every block has a first label
-            flop_per_s = model_flop(self._num_parameters, slots) / step_s / self._world
+            flop_per_s = model_flop(self._sizes, slots, taken.tokens) / step_s / self._world
             values["mfu"] = flop_per_s / self._peak_flop_per_s
         return values
 

@@ -7,11 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
+
+from pipeline.execute import Execution
+from stages.artifacts import Workspace
+from stages.train.config import STOP
+from stages.train.job import STOPPED
 
 pytestmark = pytest.mark.e2e
 TOY = Path(__file__).with_name("toy.py")
@@ -96,3 +104,26 @@ def test_stopped_driver_leaves_no_process(signum: signal.Signals, tmp_path: Path
             if process.pid == child and process.is_running():
                 process.kill()
         assert not [names[p.pid] for p in alive]
+
+
+def test_training_is_asked_to_save_from_its_first_step_on(tmp_path: Path) -> None:
+    """Before that nobody would answer, and the grace time would pass for nothing."""
+    workspace = Workspace(tmp_path / "train-x", "x")
+    workspace.path.mkdir()
+    config = SimpleNamespace(train=SimpleNamespace(grace_s=60.0))
+    execution = Mock(nodes={"train": SimpleNamespace(workspace=workspace)}, config=config)
+    began = time.monotonic()
+    Execution._let_save(execution)
+    workspace.events.progress("starting extractors", 0, 7, "sequences")
+    Execution._let_save(execution)
+    assert not (workspace.path / STOP).exists()
+
+    workspace.events.progress("train", 1, 7, "step")
+    asking = threading.Thread(target=Execution._let_save, args=(execution,))
+    asking.start()
+    while not (workspace.path / STOP).exists():
+        time.sleep(0.01)
+    assert asking.is_alive()
+    (workspace.path / STOP).replace(workspace.path / STOPPED)  # as training does once it has saved
+    asking.join()
+    assert time.monotonic() - began < 30

@@ -219,21 +219,24 @@ def test_bf16_trains_like_fp32_and_resumes_to_the_same_bits(tmp_path: Path) -> N
 def test_machine_share_is_counted_against_the_right_peak() -> None:
     names = ("NVIDIA GB200", "NVIDIA B200", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3", "GeForce")
     assert [peak_flop_per_s(name) for name in names] == [2.5e15, 2.25e15, 756e12, 989.4e12, None]
-    assert model_flop(1000, 8) == 48_000
+    sizes = {"fc.weight": 100, "markov_head.markov_w1.weight": 70, "layers.0.self_attn.k_proj.weight": 10, "norm": 3}
+    assert model_flop(sizes, slots=8, tokens=5) == 6 * ((10 + 3) * 8 + (100 + 10) * 5)
 
 
-def test_flop_are_those_of_all_slots_and_all_that_is_trained(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flop_are_those_of_what_slots_and_context_meet(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 0)
     parameters = trainable(build_draft(DRAFT, SHAPE, target, verifier="x", seed=0))
-    count = sum(parameter.numel() for parameter in parameters.values())
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     # A layer of width 64: queries and output 4 x 32 wide, keys and values 2 x 32, an MLP of 128, norms.
     layer = 2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 128 + 2 * 64 + 2 * 32
     fc, markov, confidence, norms = 2 * 64 * 64, 2 * 256 * 16, 64 + 16 + 1, 2 * 64
-    assert count == 2 * layer + fc + markov + confidence + norms
+    assert sum(sizes.values()) == 2 * layer + fc + markov + confidence + norms
+    of_slots, of_context = 2 * layer + markov / 2 + confidence + norms, 2 * (2 * 64 * 64) + fc
     sums = replace(LossSums.zero(4, torch.device("cpu")), labels_B=torch.tensor([3.0, 2.0, 2.0, 1.0]))
-    values = Meter(torch.device("cuda"), 2, count, 4).step(Pass(sums, 1, 20, 0.0, ()), 0.5)
-    assert values["mfu"] == pytest.approx(6 * count * (3 * 4) / 0.5 / 2 / 989.4e12)  # three blocks, two GPUs
+    values = Meter(torch.device("cuda"), 2, sizes, 4).step(Pass(sums, 1, 20, 0.0, ()), 0.5)
+    flop = 6 * (of_slots * 3 * 4 + of_context * 20)  # three blocks, twenty tokens
+    assert values["mfu"] == pytest.approx(flop / 0.5 / 2 / 989.4e12)  # two GPUs
 
 
 @pytest.mark.parametrize(

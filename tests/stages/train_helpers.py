@@ -88,11 +88,16 @@ def cut_one(job: TrainJob, at: int) -> None:
     assert not (job.out.path / "result.json").exists()
 
 
-def run_ranks(job: TrainJob, world: int, reader: Callable[[Path], HiddenStatesReader] = FakeReader) -> list[int]:
+def run_ranks(
+    job: TrainJob,
+    world: int,
+    reader: Callable[[Path], HiddenStatesReader] = FakeReader,
+    run: Callable[[TrainJob, Callable[[], HiddenStatesReader], torch.device], None] = train,
+) -> list[int]:
     """Train in `world` processes; their exit codes."""
     store = job.out.path.parent / f"store-{world}"
     store.unlink(missing_ok=True)
-    ranks = [_FORK.Process(target=_rank, args=(job, store, rank, world, reader)) for rank in range(world)]
+    ranks = [_FORK.Process(target=_rank, args=(job, store, rank, world, reader, run)) for rank in range(world)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -103,9 +108,16 @@ def run_ranks(job: TrainJob, world: int, reader: Callable[[Path], HiddenStatesRe
     return codes
 
 
-def _rank(job: TrainJob, store: Path, rank: int, world: int, reader: Callable[[Path], HiddenStatesReader]) -> None:
+def _rank(
+    job: TrainJob,
+    store: Path,
+    rank: int,
+    world: int,
+    reader: Callable[[Path], HiddenStatesReader],
+    run: Callable[[TrainJob, Callable[[], HiddenStatesReader], torch.device], None],
+) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world)
-    train(job, lambda: reader(job.target.folder), torch.device("cpu"))
+    run(job, lambda: reader(job.target.folder), torch.device("cpu"))
     dist.destroy_process_group()
 
 
