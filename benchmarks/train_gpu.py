@@ -2,6 +2,7 @@
 
     python -m benchmarks.train_gpu            # one GPU of 80 GB or more, under 8 minutes
     python -m benchmarks.train_gpu --tiny     # the same program on a CPU in seconds: fp32 by document, no compiler
+    benchmarks/train_gpu.sh                   # for a machine without a network: carries the packages as wheels
 
 A draft of 5 layers and hidden size 2,048 with the whole of a vocabulary of 151,936 learns the same few
 sequences again and again; states are random. First the loss and gradients of one batch are compared with
@@ -36,7 +37,7 @@ from stages.hidden_states.wire import HiddenBatch
 from stages.target import TargetHead, TargetShape
 from stages.train.config import TrainConfig
 from stages.train.metering import Meter
-from stages.train.prepare import prepare
+from stages.train.prepare import allow_tf32, prepare
 
 WEIGHTS = LossWeights(ce=0.1, l1=0.9, confidence=1.0, decay_gamma=4.0)
 # How far bf16 products may take a gradient from fp32's: the cosine of the angle between both, over all weights.
@@ -117,8 +118,8 @@ def parity(size: Size, batch: HiddenBatch, head: TargetHead, device: torch.devic
     torch.set_float32_matmul_precision("highest")
     plain = replace(size.config, precision="float32", attention="eager", compile=False)
     loss, gradient = loss_and_gradient(size, batch, head, plain, device)
+    allow_tf32(size.config)
     fast_loss, fast = loss_and_gradient(size, batch, head, size.config, device)
-    torch.set_float32_matmul_precision("high")  # as a worker with a GPU has it
     cosine = float(torch.nn.functional.cosine_similarity(gradient.double(), fast.double(), dim=0))
     found = {"loss_plain": loss, "loss_fast": fast_loss, "gradient_cosine": cosine}
     if cosine < MIN_COSINE or abs(fast_loss - loss) > MAX_LOSS_DIFFERENCE * loss:

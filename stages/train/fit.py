@@ -25,6 +25,7 @@ from stages.hidden_states.wire import HiddenStatesError, OpenReader
 from stages.train.config import STOP, TrainConfig
 from stages.train.job import RESULT, STOPPED, TrainError, TrainJob, TrainStopped
 from stages.train.loop import train
+from stages.train.prepare import allow_tf32
 
 RAY = "ray"  # Ray Train's own folder in the workspace
 FAILURE = "failure.json"  # why training must not go on, written by the first rank that knows
@@ -118,8 +119,7 @@ def _worker(told: dict[str, Any]) -> None:
         return
     # A fixed number of threads: sums are split by thread, and their low bits with them.
     torch.set_num_threads(max(1, round(job.config.cpus_per_worker)))
-    if job.config.gpus_per_worker and job.config.precision == "bfloat16":
-        torch.set_float32_matmul_precision("high")  # TF32, for what stays fp32
+    allow_tf32(job.config)
     world = ray.train.get_context().get_world_size()
     try:
         train(job, lambda: told["open_reader"](world), get_device())

@@ -31,3 +31,9 @@ def prepare(model: DSparkDraftModel, config: TrainConfig, device: torch.device) 
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         if config.compile:
             layer.compile(dynamic=True)  # documents differ in length
+
+
+def allow_tf32(config: TrainConfig) -> None:
+    """Let a GPU that computes in bf16 take TF32 for the products that stay fp32; of this whole process."""
+    if config.gpus_per_worker and config.precision == "bfloat16":
+        torch.set_float32_matmul_precision("high")
