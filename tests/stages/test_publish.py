@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.parse import urlparse
 
 import pytest
@@ -117,6 +118,22 @@ def test_release_holds_what_users_need(made: tuple, tmp_path: Path) -> None:
     )
     assert provenance["mlflow_run_id"] == "run7"
     assert provenance["artifacts"]["Corpus"]["identity"] == "corpus"
+
+
+@pytest.mark.parametrize("step", ["copy_inputs", "model_card", "replace_folders", "check_release", "write_sums"])
+def test_what_a_killed_publish_left_is_made_anew(
+    step: str, made: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = (publish(made, tmp_path / "straight").path / "release" / "SHA256SUMS").read_text()
+    final = tmp_path / "killed"
+    with monkeypatch.context() as patched:
+        patched.setattr(stage, step, Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            publish(made, final)
+    assert not final.exists()
+    [left] = tmp_path.glob("killed.partial/release")
+    (left / "half-written").write_text("x")
+    assert (publish(made, final).path / "release" / "SHA256SUMS").read_text() == wanted
 
 
 def test_speculative_config_is_one_that_vllm_takes(made: tuple, tmp_path: Path) -> None:
