@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline import checks
+from pipeline.command import command
 from pipeline.config import ConfigError, PipelineConfig, parse
 from pipeline.console import table
 from pipeline.dag import Node, plan
@@ -128,4 +129,4 @@ def told(size: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command(main)

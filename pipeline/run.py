@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from pipeline import checks
+from pipeline.command import command
 from pipeline.config import DEFAULT_CONF, ConfigError, PipelineConfig, Request, conf_path, flat, load, parse, to_yaml
 from pipeline.console import Console, summary, table
 from pipeline.dag import NAMES, Node, plan
@@ -57,9 +57,6 @@ A run that was killed in any way goes on where it was when the same command is g
 
 def main(args: Sequence[str]) -> int:
     """Exit status: 0 done, 1 a stage failed, 2 refused before the start, 128 + n stopped by signal n."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that has no arrows must not end a run
     if any(arg in ("-h", "--help", "help") for arg in args):
         print(HELP, end="")
         return 0
@@ -247,4 +244,4 @@ def _domains(report: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command(main)

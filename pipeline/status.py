@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.command import command
 from pipeline.config import ConfigError, parse
 from pipeline.console import headline, table
 from pipeline.dag import plan
@@ -71,4 +72,4 @@ def _alive(pid: int) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command(main)

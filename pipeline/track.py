@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.command import command
 from pipeline.config import ConfigError, parse
 from pipeline.dag import plan, stage_params
 from pipeline.run import MLFLOW_STATUS, read_run, resolve, tracker_for
@@ -50,4 +51,4 @@ def main(args: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command(main)
