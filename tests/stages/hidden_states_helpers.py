@@ -1,10 +1,9 @@
-"""Pretended extractors that write real objects into a real store, and a tiny real target."""
+"""Pretended extractors that write real objects into a real store."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from hs_connectors.mooncake_store import MooncakeStoreConfig
 from safetensors.torch import save_file
 from store_helpers import SEGMENT_BYTES, address_of
 
-from stages.artifacts import Workspace
 from stages.corpus import TokenSequence, tokens_checksum
 from stages.engine.actor import end_with_event_loop
 from stages.engine.requests import EngineError, Extraction
@@ -32,7 +30,7 @@ from stages.hidden_states.samples import Endpoint, check_contract
 from stages.hidden_states.store import METADATA, local_hostname
 from stages.hidden_states.wire import Manifest
 from stages.hidden_states.writer import SealedStore
-from stages.target import Target, load_head, read_folder
+from stages.target import load_head
 
 LAYER_IDS = (1, 3)
 HIDDEN_SIZE = 8
@@ -246,43 +244,3 @@ def extractors(
 def in_one_block(states_TLD: torch.Tensor) -> CachedStates:
     """The cache of an engine that runs one sequence."""
     return CachedStates(states_TLD.transpose(0, 1)[None], torch.arange(len(states_TLD)))
-
-
-def build_tiny_qwen3(folder: Path) -> None:
-    """A random Qwen3 of three layers with a word-level tokenizer, in bfloat16."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(256)}, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1", pad_token="t0").save_pretrained(folder)
-
-
-def tiny_target(folder: Path) -> Target:
-    """A Target artifact beside a freshly built tiny Qwen3."""
-    build_tiny_qwen3(folder / "model")
-    workspace = Workspace(final=folder / "target", identity="tiny-qwen3")
-    workspace.path.mkdir()
-    facts = {
-        "built": False,
-        "model": str(folder / "model"),
-        "revision": None,
-        "trust_remote_code": False,
-        "shape": dataclasses.asdict(read_folder(folder / "model")),
-    }
-    return workspace.commit(Target, counts={}, metrics={}, facts=facts)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hidden_states_helpers import build_tiny_qwen3
+from tiny_targets import build_tiny_qwen3
 from transformers import AutoModelForCausalLM
 
 from stages.engine.requests import Extraction

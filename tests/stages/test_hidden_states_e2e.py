@@ -1,4 +1,8 @@
-"""Real vLLM engines, a real master and real Ray: the contract, bit-equality, and engines that are killed."""
+"""Real vLLM engines, a real master and real Ray: the contract, bit-equality, and engines that are killed.
+
+The target is a hybrid, whose caches have other blocks than the hidden states': in slots of the wrong ones, as
+reckoned from the engine's own block size, nothing would pass.
+"""
 
 import os
 import re
@@ -15,9 +19,9 @@ import psutil
 import pytest
 import ray
 import torch
-from hidden_states_helpers import tiny_target
 from store_helpers import master_process
-from transformers import AutoModelForCausalLM
+from tiny_targets import tiny_target
+from transformers import MinistralForCausalLM
 
 from stages.artifacts import Workspace
 from stages.corpus import TokenSequence
@@ -78,7 +82,7 @@ def joined(batches: list[HiddenBatch]) -> torch.Tensor:
 
 def check_against_transformers(target: Target, batch: HiddenBatch) -> None:
     """Layer k of vLLM is entry k of transformers' hidden states (k < num_layers: the residual stream)."""
-    model = AutoModelForCausalLM.from_pretrained(target.model, dtype=torch.float32)
+    model = MinistralForCausalLM.from_pretrained(target.model, dtype=torch.float32)
     start = 0
     for sequence in batch.sequences:
         states_TLD = batch.states_TLD[start : start + len(sequence)].float()
@@ -87,12 +91,12 @@ def check_against_transformers(target: Target, batch: HiddenBatch) -> None:
             wanted = model(torch.from_numpy(sequence.input_ids)[None].long(), output_hidden_states=True).hidden_states
         for index in (0, 1):
             similarity = torch.cosine_similarity(states_TLD[:, index], wanted[LAYER_IDS[index]][0], dim=-1)
-            assert similarity.min() > 0.999
+            assert similarity.mean() > 0.999 and similarity.min() > 0.98  # rounding of bfloat16
 
 
 def check_proof(target: Target, pool: ExtractorPool) -> None:
     """What the engines proved of the first layers is what they measure in transformers, within rounding."""
-    model = AutoModelForCausalLM.from_pretrained(target.model, dtype=torch.float32)
+    model = MinistralForCausalLM.from_pretrained(target.model, dtype=torch.float32)
     short = [ids for ids, _ in pool.endpoint.contract.prompts()[:SHORT_PROMPTS]]
     with torch.no_grad():
         states = [model(torch.from_numpy(ids)[None].long(), output_hidden_states=True).hidden_states for ids in short]
