@@ -91,7 +91,7 @@ def check_against_transformers(target: Target, batch: HiddenBatch) -> None:
             wanted = model(torch.from_numpy(sequence.input_ids)[None].long(), output_hidden_states=True).hidden_states
         for index in (0, 1):
             similarity = torch.cosine_similarity(states_TLD[:, index], wanted[LAYER_IDS[index]][0], dim=-1)
-            assert similarity.mean() > 0.999 and similarity.min() > 0.98  # rounding of bfloat16
+            assert similarity.min() > 0.99  # another layer's: 0.7
 
 
 def check_proof(target: Target, pool: ExtractorPool) -> None:
