@@ -5,6 +5,7 @@ Bars on a terminal; elsewhere one line when a stage begins and one when it ends.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +33,8 @@ class Console:
     """Draws the progress of stages; one stage has one bar."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+        # None when the caller closed it.
+        self._stream = stream or sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
         self._bars: dict[str, tqdm[NoReturn]] = {}
         self._began: dict[str, float] = {}
         self._terminal = self._stream.isatty()
@@ -46,6 +48,12 @@ class Console:
         """Show how far a running stage is."""
         if progress is None or not self._terminal:
             return
+        try:
+            self._draw(name, progress)
+        except OSError:
+            self._terminal = False  # it hung up
+
+    def _draw(self, name: str, progress: Progress) -> None:
         bar = self._bars.get(name)
         # The first step's time, and that of the steps of an earlier try, say nothing of the rate: the bar begins after.
         begins = bar is not None and bar.n == bar.initial < progress.done
@@ -80,7 +88,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """One line that does not tear the bars. A terminal that was closed does not end a run."""
-        with suppress(BrokenPipeError):
+        with suppress(OSError):  # a pipe that nobody reads, a terminal that hung up
             tqdm.write(text, file=self._stream)
             self._stream.flush()
 
@@ -91,7 +99,8 @@ class Console:
 
     def _close(self, name: str) -> None:
         if bar := self._bars.pop(name, None):
-            bar.close()
+            with suppress(OSError):
+                bar.close()
 
 
 def headline(name: str, record: Record) -> str:

@@ -8,11 +8,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from pipeline import checks
 from pipeline.command import command
@@ -207,6 +209,13 @@ def read_run(folder: Path) -> dict[str, Any]:
     except ArtifactError:
         pass
     return {"run": folder.name, "status": "unreadable", "made": list(NAMES)}
+
+
+def status_of(run: Mapping[str, Any]) -> str:
+    """How a run stands: `running` only when its process is there, as far as this machine can tell."""
+    status = str(run["status"])
+    gone = status == "running" and run["host"] == socket.gethostname() and not psutil.pid_exists(int(run["pid"]))
+    return "killed" if gone else status
 
 
 def tracker_for(config: PipelineConfig, run_id: str) -> Tracker:

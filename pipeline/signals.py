@@ -30,7 +30,9 @@ class StopFlag:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {name: signal.getsignal(name) for name in STOPPING}
+            before = {name: signal.getsignal(name) for name in STOPPING}
+            # Under nohup the end of a session ends nothing.
+            self._before = {name: handler for name, handler in before.items() if handler != signal.SIG_IGN}
             self.arm()
         return self
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +10,7 @@ from pipeline.command import command
 from pipeline.config import ConfigError, parse
 from pipeline.console import headline, table
 from pipeline.dag import plan
-from pipeline.run import read_run, resolve
+from pipeline.run import read_run, resolve, status_of
 from stages.artifacts import Layout, Record
 
 HELP = """\
@@ -55,20 +53,7 @@ def main(args: Sequence[str]) -> int:
 
 def _run_row(path: Path) -> list[str]:
     run = read_run(path)
-    status = str(run["status"])
-    if status == "running" and run["host"] == socket.gethostname() and not _alive(int(run["pid"])):
-        status = "killed"
-    return [str(run["run"]), status, str(run.get("seconds", "")), ", ".join(run["made"]) or "nothing"]
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return [str(run["run"]), status_of(run), str(run.get("seconds", "")), ", ".join(run["made"]) or "nothing"]
 
 
 if __name__ == "__main__":

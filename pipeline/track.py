@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.command import command
-from pipeline.config import ConfigError, parse
-from pipeline.dag import plan, stage_params
-from pipeline.run import MLFLOW_STATUS, read_run, resolve, tracker_for
-from stages.artifacts import Artifact, Layout
+from pipeline.config import ConfigError, PipelineConfig, parse
+from pipeline.dag import STAGES, Stage, stage_params
+from pipeline.run import MLFLOW_STATUS, read_run, resolve, status_of, tracker_for
+from stages.artifacts import RECORD, Artifact, Layout
+from stages.tracking import STOPPED, Tracker
 
 HELP = """\
 usage: python -m pipeline.track run=ID [out=FOLDER] [tracking.uri=URI]
@@ -22,7 +24,7 @@ and sends the difference; with another tracking.uri it sends everything there.
 
 
 def main(args: Sequence[str]) -> int:
-    """Exit status 0 when all was sent, 1 when the server refused, 2 when the run is not known."""
+    """Exit status 0 when all was sent, 1 when not, 2 when the run is not known."""
     if not args or any(arg in ("-h", "--help", "help") for arg in args):
         print(HELP, end="")
         return 0
@@ -36,18 +38,35 @@ def main(args: Sequence[str]) -> int:
         return 2
     layout = Layout(Path(config.out).resolve())
     run = read_run(layout.run(run_id))
+    if status_of(run) in ("running", "unreadable"):
+        why = "goes on, and sends by itself" if status_of(run) == "running" else "has a run.json that cannot be read"
+        print(f"error: run={run_id}: expected a run that has ended, found one that {why}", file=sys.stderr)
+        return 1
     tracker = tracker_for(config, run_id)
     tracker.start()
-    for name, node in plan(config).items():
-        if name in run["made"] and node.complete:
-            tracker.stage(name, node.workspace.final, stage_params(config, node.stage))
-            tracker.finished(name, Artifact.open(node.workspace.final))
-    undelivered = tracker.close(MLFLOW_STATUS[run["status"]], timeout_s=600.0)
+    lost = [stage.name for stage in STAGES if stage.name in run["made"] and not _tell(tracker, config, run, stage)]
+    undelivered = tracker.close(MLFLOW_STATUS[status_of(run)], timeout_s=600.0)
+    if lost and run["status"] == "finished":
+        undelivered = undelivered or f"{', '.join(lost)}: no artifact of run {run_id} is left to tell of"
     if undelivered:
         print(f"error: {undelivered}", file=sys.stderr)
         return 1
     print(f"sent {run_id} to {tracker.uri}")
     return 0
+
+
+def _tell(tracker: Tracker, config: PipelineConfig, run: Mapping[str, Any], stage: Stage) -> bool:
+    """Tell of a stage what is there: of the artifact that the run made, whatever its config would make today."""
+    folder = Layout(Path(config.out).resolve()).artifact(stage.name, run["stages"][stage.name])
+    complete = (folder / RECORD).exists()
+    if not complete and not folder.with_name(folder.name + ".partial").exists():
+        return False  # never begun, or deleted
+    tracker.stage(stage.name, folder, stage_params(config, stage))
+    if complete:
+        tracker.finished(stage.name, Artifact.open(folder))
+    else:
+        tracker.failed(stage.name, run.get("why", STOPPED))
+    return True
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def main(args: Sequence[str]) -> int:
         return 2
     print(f"MLflow shows {database.parent} at http://127.0.0.1:{options['port']} (Ctrl-C ends it)", flush=True)
     # The module and not the script beside the interpreter, which may not be on the path.
-    command = [
+    server = [
         "-m",
         "mlflow",
         "ui",
@@ -48,7 +48,7 @@ def main(args: Sequence[str]) -> int:
         "--workers",
         "1",
     ]
-    return os.execv(sys.executable, [sys.executable, *command])
+    return os.execv(sys.executable, [sys.executable, *server])
 
 
 if __name__ == "__main__":

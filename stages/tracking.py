@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from urllib.parse import urlsplit
 
 from stages.artifacts import Artifact, Record, resource
 from stages.draft.artifact import RELEASE
-from stages.events import METRICS, read_rows
+from stages.events import METRICS
+from stages.tracking_client import PARAM, connect, errors, log_params, send_rows
 from stages.tracking_state import STATE, Sent, read_state, store_uri, write_state
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 SMALL_FILES = ("*.json", "*.jsonl", "*.md", "*.png")
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
+FAILURE = "dspark.failure"  # tag: why a stage did not end
 STOPPED = "stopped"  # the failure of a stage that a person ended
 INTERVAL_S = 1.0
 RETRY_S = 15.0
-BATCH = 500  # rows of one log_batch; the server refuses more than 1000
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ class Tracker:
         self._name = run_folder.name
         self._stages: dict[str, _Stage] = {}
         self._parent, self._sent = read_state(self._state, self._uri)
-        self._parent_params_sent = bool(self._parent)
-        self._asked = False  # whether the server still knows the parent run
+        self._parent_open = False  # told of this run of the pipeline
         self._status: str | None = None
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -103,8 +102,9 @@ class Tracker:
         """A stage has begun; `folder` is where its artifact will be."""
         with self._lock:
             self._stages[name] = _Stage(folder, params)
-            if name in self._sent and self._sent[name].failed:  # tried again: go on in the same MLflow run
-                self._sent[name].done = self._sent[name].failed = False
+            sent = self._sent.get(name)
+            if sent is not None and sent.identity == folder.name and sent.failed:  # tried again: in the same MLflow run
+                sent.done = sent.failed = False
 
     def finished(self, name: str, artifact: Artifact) -> None:
         """A stage is complete. A release is registered as a model."""
@@ -148,7 +148,7 @@ class Tracker:
             try:
                 self._sync()
                 self.error = None
-            except _errors() as error:
+            except errors() as error:
                 # SQLAlchemy puts a remark in front of the cause.
                 lines = [line for line in str(error).splitlines() if not line.startswith("(raised as a result")]
                 self.error = f"{self._uri}: {lines[0] if lines else type(error).__name__}"
@@ -159,20 +159,21 @@ class Tracker:
             self._wake.clear()
 
     def _sync(self) -> None:
-        client = self._connect()
+        client = self._client = self._client or connect(self._uri)
         with self._lock:
             stages = dict(self._stages)
-        if self._parent and not self._known(client):
-            logger.warning("%s does not know run %s any more; everything is sent anew", self._uri, self._parent)
-            self._parent, self._sent, self._parent_params_sent = "", {}, False
-        if not self._parent:
-            self._parent = self._create_run(client, self._name, {})
-        if not self._parent_params_sent:
-            _log_params(client, self._parent, self._params)
-            self._parent_params_sent = True
+        if not self._parent_open:
+            self._open_parent(client)
+            self._parent_open = True
             write_state(self._state, self._uri, self._parent, self._sent)  # a release may wait for it
         for name, stage in stages.items():
-            sent = self._sent.setdefault(name, Sent())
+            sent = self._sent.get(name)
+            if sent is None or sent.identity != stage.folder.name:
+                if (
+                    sent is not None and sent.run_id and not sent.done
+                ):  # was killed, and is now made with another config
+                    client.set_terminated(sent.run_id, "KILLED")
+                sent = self._sent[name] = Sent(stage.folder.name)
             if not sent.done:
                 self._sync_stage(client, name, stage, sent)
                 write_state(self._state, self._uri, self._parent, self._sent)
@@ -180,32 +181,45 @@ class Tracker:
             client.set_terminated(self._parent, self._status)
             write_state(self._state, self._uri, self._parent, self._sent)
 
-    def _known(self, client: MlflowClient) -> bool:
-        """Whether the server still has the parent run; asked once."""
+    def _open_parent(self, client: MlflowClient) -> None:
+        """Create the parent run, or go on in it; params never change in MLflow, so tags say what has changed."""
+        told = self._known_params(client) if self._parent else None
+        if told is None:
+            self._parent, self._sent, told = self._create_run(client, self._name, {}), {}, {}
+        else:
+            client.update_run(self._parent, status="RUNNING")
+        params = {key: str(value)[:PARAM] for key, value in self._params.items()}
+        for key, value in params.items():
+            if told.get(key, value) != value:
+                client.set_tag(self._parent, f"dspark.now.{key}", value)
+        log_params(client, self._parent, {key: value for key, value in params.items() if key not in told})
+
+    def _known_params(self, client: MlflowClient) -> dict[str, str] | None:
+        """What the server knows of the parent run; None when it has lost it."""
         from mlflow.exceptions import MlflowException
 
-        if not self._asked:
-            try:
-                client.get_run(self._parent)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
-                return False
-            self._asked = True
-        return True
+        try:
+            return dict(client.get_run(self._parent).data.params)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            logger.warning("%s does not know run %s any more; everything is sent anew", self._uri, self._parent)
+            return None
 
     def _sync_stage(self, client: MlflowClient, name: str, stage: _Stage, sent: Sent) -> None:
         if not sent.run_id:
             sent.run_id = self._create_run(client, name, {"mlflow.parentRunId": self._parent, "dspark.stage": name})
-            _log_params(client, sent.run_id, stage.params)
+            log_params(client, sent.run_id, stage.params)
             sent.open = True
         elif not sent.open:
             client.update_run(sent.run_id, status="RUNNING")
+            if FAILURE in client.get_run(sent.run_id).data.tags:
+                client.delete_tag(sent.run_id, FAILURE)
             sent.open = True
         record, failure = stage.record, stage.failure
-        _send_rows(client, sent, stage.live_folder / METRICS)
+        send_rows(client, sent, stage.live_folder / METRICS)
         if failure is not None:
-            client.set_tag(sent.run_id, "dspark.failure", failure[:4000])
+            client.set_tag(sent.run_id, FAILURE, failure[:4000])
             client.set_terminated(sent.run_id, "KILLED" if failure == STOPPED else "FAILED")
             sent.done = sent.failed = True
         elif record is not None:
@@ -247,18 +261,6 @@ class Tracker:
                 raise
         client.create_model_version(name, f"{client.get_run(run_id).info.artifact_uri}/release", run_id)
 
-    def _connect(self) -> MlflowClient:
-        if self._client is None:
-            # By default one call to a dead server blocks for four minutes.
-            os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-            os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
-            import mlflow
-
-            for name in ("mlflow", "alembic"):  # they tell of every table they create
-                logging.getLogger(name).setLevel(logging.WARNING)
-            self._client = mlflow.MlflowClient(self._uri, registry_uri=self._uri)
-        return self._client
-
     def _create_run(self, client: MlflowClient, name: str, tags: dict[str, str]) -> str:
         experiment = client.get_experiment_by_name(self._config.experiment)
         if experiment is None:
@@ -267,38 +269,3 @@ class Tracker:
         else:
             experiment_id = experiment.experiment_id
         return str(client.create_run(experiment_id, run_name=name, tags=tags).info.run_id)
-
-
-def _send_rows(client: MlflowClient, sent: Sent, file: Path) -> None:
-    """Send rows that are new by step, metric by metric: a resumed stage repeats steps, the axis does not."""
-    from mlflow.entities import Metric
-
-    if not file.exists():
-        return
-    metrics = []
-    last_step = dict(sent.last_step)
-    for row in read_rows(file):
-        for key, value in row.values.items():
-            if value is not None and row.step > last_step.get(key, -1):
-                metrics.append(Metric(key, value, int(row.time_s * 1000), row.step))
-                last_step[key] = row.step
-    for start in range(0, len(metrics), BATCH):
-        client.log_batch(sent.run_id, metrics=metrics[start : start + BATCH])
-    sent.last_step = last_step
-
-
-def _log_params(client: MlflowClient, run_id: str, params: Mapping[str, Any]) -> None:
-    from mlflow.entities import Param
-
-    items = [Param(key, str(value)[:6000]) for key, value in params.items()]
-    for start in range(0, len(items), 100):
-        client.log_batch(run_id, params=items[start : start + 100])
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    """Everything that a tracking server, its database or its disk may raise."""
-    from mlflow.exceptions import MlflowException
-    from requests.exceptions import RequestException
-    from sqlalchemy.exc import SQLAlchemyError
-
-    return (MlflowException, RequestException, SQLAlchemyError, OSError)

@@ -20,6 +20,7 @@ PARENT_S = 20.0  # how long a release waits for the id of the run that makes it
 class Sent:
     """What the server knows of one stage."""
 
+    identity: str = ""  # of the artifact; another one is told in a run of its own
     run_id: str = ""
     last_step: dict[str, int] = field(default_factory=dict)  # by metric
     done: bool = False

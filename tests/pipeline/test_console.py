@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,3 +36,27 @@ def test_progress_is_drawn_on_a_terminal_alone(stream: io.StringIO, tmp_path: Pa
         assert begins == "publish    starts: never made"
         assert ends.startswith("publish    took ")
         assert ends.endswith(" s: 1,200 bytes")
+
+
+def test_a_terminal_that_hangs_up_ends_nothing() -> None:
+    person, line = pty.openpty()
+    stream = os.fdopen(line, "w")
+    console = Console(stream)
+    console.begin("train", "never made")
+    console.follow("train", Progress("train", 1, 3, "step", ""))
+    os.close(person)
+    with pytest.raises(OSError, match="Input/output"):
+        os.write(line, b"x")
+    for done in (2, 3):
+        console.follow("train", Progress("validate", done, 4, "step", ""))
+    console.say("done")
+    console.close()
+    with suppress(OSError):
+        stream.close()
+
+
+def test_a_caller_that_closed_stderr_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    console = Console()
+    console.begin("train", "never made")
+    console.close()

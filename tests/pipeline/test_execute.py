@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
+from pipeline.config import ROOT, PipelineConfig, to_yaml
 from pipeline.execute import Execution
 from stages.artifacts import Workspace
+from stages.target import TargetConfig
 from stages.train.config import STOP
 from stages.train.job import STOPPED
 
@@ -58,6 +61,33 @@ def test_failure_is_told_and_resumed(tmp_path: Path) -> None:
     assert by_name["datagen"].info.status == by_name["toy"].info.status == "FINISHED"
     assert by_name["datagen"].data.metrics["count.in"] == 1
     assert [m.step for m in client.get_metric_history(by_name["datagen"].info.run_id, "loss_nat")] == [1]
+    check_sent_later(tmp_path)
+
+
+def check_sent_later(out: Path) -> None:
+    """Another server is told of what the run made, whatever this code would make today; what is gone is named."""
+    import mlflow
+
+    folder = out / "runs" / "toy"
+    (folder / "config.yaml").write_text(to_yaml(PipelineConfig("other", out=str(out), target=TargetConfig("gone"))))
+    other = f"sqlite:///{out / 'other.db'}"
+    told = track(out, other)
+    assert (told.returncode, told.stdout) == (0, f"sent toy to {other}\n"), told.stderr
+    client = mlflow.MlflowClient(other)
+    runs = client.search_runs([client.get_experiment_by_name("dspark").experiment_id])
+    assert {run.info.run_name: run.info.status for run in runs} == dict.fromkeys(
+        ("toy", "target", "datagen"), "FINISHED"
+    )
+
+    [made] = (out / "artifacts").glob("datagen-*/")
+    shutil.rmtree(made)
+    told = track(out, other)
+    assert (told.returncode, told.stderr) == (1, "error: datagen: no artifact of run toy is left to tell of\n")
+
+
+def track(out: Path, uri: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline.track", "run=toy", f"out={out}", f"tracking.uri={uri}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.soak)])
