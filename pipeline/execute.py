@@ -26,9 +26,9 @@ from pipeline.config import PipelineConfig, RayConfig
 from pipeline.console import Console
 from pipeline.dag import Node, finished, stage_params, typed
 from pipeline.signals import StopFlag, Stopped
-from stages.artifacts import Artifact, remove, write_whole
+from stages.artifacts import Artifact, Workspace, remove, write_whole
 from stages.tracking import STOPPED, Tracker
-from stages.train.config import STOP
+from stages.train.config import STOP, TRAINING
 
 POLL_S = 0.25
 CANCEL_S = 5.0
@@ -101,6 +101,7 @@ def run_stage(
 ) -> Artifact:
     """One stage as a Ray task. Holds no CPU: what it starts asks for its own."""
     with node.workspace.locked() as out:
+        out.events.finish()  # what an earlier try told last is not how far this one is
         if (made := finished(node, config)) is None:
             given = typed(dict(zip(names, inputs, strict=True)))
             given["run"] = run_folder
@@ -189,15 +190,21 @@ class Execution:
         return f"{out}: its disk is full ({free_mib:.0f} MiB free); free some and give the same command again"
 
     def _let_save(self) -> None:
-        """Ask training for a checkpoint of the step it is in, and give it `train.grace_s`; before that, nothing."""
+        """Ask training for a checkpoint of the step it is in, and give it `train.grace_s`; before the first, none."""
         workspace, deadline = self.nodes["train"].workspace, time.monotonic() + self.config.train.grace_s
-        said = workspace.events.read_progress()
-        if said is None or said.label != "train":
+        if not _trains(workspace):
             return
         asked = workspace.path / STOP
         asked.touch()
-        while asked.exists() and time.monotonic() < deadline:  # training renames the file when it has saved
+        # Training renames the file when it has saved. What was told may be of an earlier try, until this one begins.
+        while asked.exists() and _trains(workspace) and time.monotonic() < deadline:
             time.sleep(0.05)
+
+
+def _trains(workspace: Workspace) -> bool:
+    """Whether training has done a step."""
+    said = workspace.events.read_progress()
+    return said is not None and said.label == TRAINING
 
 
 def _cancel(tasks: list[ray.ObjectRef]) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 from stages.artifacts import resource
 
 STOP = "stop"  # file in the workspace: whoever makes it asks training to save a checkpoint and to leave
+TRAINING = "train"  # label of the progress that is told after every step, and before the first by nobody
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from stages.hidden_states.wire import HiddenBatch, HiddenStatesReader, check_set
 from stages.target import load_head
 from stages.train import checkpoint
 from stages.train.checkpoint import JUDGED, Saved, TrainState
-from stages.train.config import STOP
+from stages.train.config import STOP, TRAINING
 from stages.train.data import Order, usable
 from stages.train.job import CHECKPOINTS, EXPORT, STOPPED, TrainError, TrainJob
 from stages.train.metering import Meter
@@ -196,7 +196,7 @@ class Worker:
         step, total = self.state.step, self.order.total_steps
         self.job.out.events.metrics(values, step)
         note = f"{self.meter.note(values, total - step)} {flow.note}"
-        self.job.out.events.progress("train", step, total, "step", note)
+        self.job.out.events.progress(TRAINING, step, total, "step", note)
 
     def _validate(self) -> bool:
         """Measure the validation split, always at the same anchors; whether it is the best so far."""

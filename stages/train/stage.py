@@ -70,11 +70,12 @@ def run(
         steps = Order(
             len(data.sequences), config.batch_sequences, config.epochs, config.max_steps, config.seed
         ).total_steps
-        out.events.progress("train", 0, steps, "step", "starting extractors")
+        out.events.progress("starting extractors", 0, steps, "step")
         with states_of(
             used, target, layer_ids, engine, hidden_states, work=work, out=out, references=[corpus.path]
         ) as open_reader:
             job = TrainJob(config, draft, target, corpus, out, hidden_states.max_set_aside_share, vocab_W)
+            out.events.progress("starting workers", 0, steps, "step")
             fit(job, open_reader)
     check_exported(layer_ids, out.path / EXPORT)
     plot_training(out.path / METRICS, out.path / CURVES)

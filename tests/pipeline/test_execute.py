@@ -10,19 +10,32 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import psutil
 import pytest
+import torch
 
+from pipeline import execute
 from pipeline.config import ROOT, PipelineConfig, to_yaml
 from pipeline.execute import Execution
 from stages.artifacts import Workspace
+from stages.draft.artifact import Draft
+from stages.engine.config import EngineConfig
+from stages.events import Events
+from stages.hidden_states.config import HiddenStatesConfig
 from stages.target import TargetConfig
-from stages.train.config import STOP
-from stages.train.job import STOPPED
+from stages.train import stage
+from stages.train.config import STOP, TRAINING
+from stages.train.job import TrainJob, TrainStopped
+from stages.train.loop import train
+from tests.stages.draft_helpers import FakeReader
+from tests.stages.train_helpers import group_of_one, usual_job
 
 pytestmark = pytest.mark.e2e
 TOY = Path(__file__).with_name("toy.py")
@@ -136,24 +149,79 @@ def test_stopped_driver_leaves_no_process(signum: signal.Signals, tmp_path: Path
         assert not [names[p.pid] for p in alive]
 
 
-def test_training_is_asked_to_save_from_its_first_step_on(tmp_path: Path) -> None:
-    """Before that nobody would answer, and the grace time would pass for nothing."""
-    workspace = Workspace(tmp_path / "train-x", "x")
-    workspace.path.mkdir()
-    config = SimpleNamespace(train=SimpleNamespace(grace_s=60.0))
-    execution = Mock(nodes={"train": SimpleNamespace(workspace=workspace)}, config=config)
-    began = time.monotonic()
-    Execution._let_save(execution)
-    workspace.events.progress("starting extractors", 0, 7, "sequences")
-    Execution._let_save(execution)
-    assert not (workspace.path / STOP).exists()
+@dataclass
+class Asker:
+    """A driver that is stopped at moments of its choice, while training runs in this process."""
 
-    workspace.events.progress("train", 1, 7, "step")
-    asking = threading.Thread(target=Execution._let_save, args=(execution,))
+    job: TrainJob
+
+    def __post_init__(self) -> None:
+        config = SimpleNamespace(train=SimpleNamespace(grace_s=60.0))
+        self.driver = Mock(nodes={"train": SimpleNamespace(workspace=self.job.out)}, config=config)
+
+    def ask(self) -> None:
+        """Returns when the driver waits no longer."""
+        Execution._let_save(self.driver)
+
+    def in_vain(self) -> None:
+        before = time.monotonic()
+        self.ask()
+        assert time.monotonic() - before < 1
+        assert not (self.job.out.path / STOP).exists()
+
+    @contextmanager
+    def states(self, *_: object, **__: object) -> Iterator[Mock]:
+        self.in_vain()  # extractors start
+        yield Mock()
+
+    def fit(self, job: TrainJob, _: object) -> None:
+        """As Ray's workers do: each try is stopped after its first step."""
+        self.in_vain()  # workers start
+        tell, asking = Events.progress, threading.Thread(target=self.ask)
+
+        def told(events: Events, *progress: object) -> None:
+            tell(events, *progress)
+            asking.start()
+            while not (job.out.path / STOP).exists():
+                time.sleep(0.01)
+
+        with patch.object(Events, "progress", told), group_of_one():
+            train(job, lambda: FakeReader(job.target.folder), torch.device("cpu"))
+        asking.join(30)
+        assert not asking.is_alive()
+        raise TrainStopped
+
+
+def test_training_is_asked_to_save_from_its_first_step_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before that nobody would answer, and the grace time would pass for nothing; also after an earlier try."""
+    job = usual_job(tmp_path)
+    asker = Asker(job)
+    asker.in_vain()
+    monkeypatch.setattr(stage, "states_of", asker.states)
+    monkeypatch.setattr(stage, "fit", asker.fit)
+    monkeypatch.setattr(execute, "finished", lambda *_: None)
+
+    def run(_: object, __: object, out: Workspace) -> Draft:
+        asker.in_vain()  # the inputs are read
+        given = {"draft": job.draft, "engine": EngineConfig(max_model_len=64), "hidden_states": HiddenStatesConfig()}
+        return stage.run(job.config, job.target, job.corpus, out=out, **given)
+
+    node = SimpleNamespace(workspace=job.out, stage=SimpleNamespace(run=run))
+    for step in (1, 2):
+        with pytest.raises(TrainStopped):
+            execute.run_stage._function(None, node, tmp_path, ())
+        said = job.out.events.read_progress()
+        assert said is not None
+        assert (said.label, said.done) == (TRAINING, step)
+
+
+def test_a_driver_stops_waiting_for_steps_of_an_earlier_try(tmp_path: Path) -> None:
+    asker = Asker(usual_job(tmp_path))
+    asker.job.out.events.progress(TRAINING, 4, 9, "step")
+    asking = threading.Thread(target=asker.ask)
     asking.start()
-    while not (workspace.path / STOP).exists():
+    while not (asker.job.out.path / STOP).exists():
         time.sleep(0.01)
-    assert asking.is_alive()
-    (workspace.path / STOP).replace(workspace.path / STOPPED)  # as training does once it has saved
-    asking.join()
-    assert time.monotonic() - began < 30
+    asker.job.out.events.progress("starting extractors", 0, 9, "step")
+    asking.join(5)
+    assert not asking.is_alive()
