@@ -58,8 +58,6 @@ def cluster(config: RayConfig, stop: StopFlag) -> Iterator[None]:
     own: dict[str, Any] = {}
     if address == "local":
         own = {"num_cpus": config.num_cpus or os.cpu_count(), "include_dashboard": True, "dashboard_host": "127.0.0.1"}
-    # Ray Train notices dead ranks and takes reports by polling; its default of 2 s is slow and loses steps.
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     logging.getLogger("ray._private").setLevel(logging.ERROR)  # it warns of the thread below and of its own defaults
     _probe(address)
     # In a thread of its own: ray.init would replace the handlers of signals, and one that comes meanwhile would

@@ -41,7 +41,7 @@ def fit(job: TrainJob, open_reader: OpenReader) -> None:
     it save a checkpoint after the step it is in, and then TrainStopped is raised.
     """
     config = job.config
-    # A dead process is noticed within this time; Ray's default is 2 s.
+    # A dead process is noticed within this time; Ray's default is 2 s. Ray gives it on from here to its controller.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     storage, failure = job.out.path / RAY, job.out.path / FAILURE
     stopped = job.out.path / STOPPED
