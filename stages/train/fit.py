@@ -19,6 +19,8 @@ from typing import Any
 import ray.train
 import torch
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from stages.artifacts import remove, write_json
 from stages.hidden_states.wire import HiddenStatesError, OpenReader
@@ -29,6 +31,7 @@ from stages.train.prepare import allow_tf32
 
 RAY = "ray"  # Ray Train's own folder in the workspace
 FAILURE = "failure.json"  # why training must not go on, written by the first rank that knows
+ROOM_S = 60.0  # for others to give back what they hold, or for a cluster to grow
 
 
 def fit(job: TrainJob, open_reader: OpenReader) -> None:
@@ -36,7 +39,7 @@ def fit(job: TrainJob, open_reader: OpenReader) -> None:
 
     A dead process costs the steps since the last checkpoint; after `config.max_failures` of them Ray's
     error is raised. Raises TrainError or HiddenStatesError, without a restart, when a worker did; a worker's
-    ValueError becomes a TrainError.
+    ValueError becomes a TrainError. Raises TrainError as well when the cluster has no room for the workers.
     Cancelling the calling task, recursively, ends the group at once; a file `stop` in the workspace lets
     it save a checkpoint after the step it is in, and then TrainStopped is raised.
     """
@@ -48,6 +51,7 @@ def fit(job: TrainJob, open_reader: OpenReader) -> None:
     for told in (failure, stopped, job.out.path / STOP):
         remove(told)
     remove(storage)  # Ray would take up an older run of the same name by itself
+    _await_room(config)
     trainer = TorchTrainer(
         _worker,
         train_loop_config={"job": job, "open_reader": open_reader},
@@ -58,7 +62,10 @@ def fit(job: TrainJob, open_reader: OpenReader) -> None:
         run_config=ray.train.RunConfig(
             name=f"train-{job.out.identity}",
             storage_path=str(storage),
-            failure_config=ray.train.FailureConfig(max_failures=config.max_failures),
+            failure_config=ray.train.FailureConfig(
+                max_failures=config.max_failures,
+                controller_failure_limit=config.max_failures,  # groups that did not start; Ray itself sets no end
+            ),
             callbacks=[_NoRestart(failure)],
         ),
     )
@@ -68,8 +75,11 @@ def fit(job: TrainJob, open_reader: OpenReader) -> None:
     except ray.train.TrainingFailedError as error:
         if failure.exists():
             raise _told(failure) from error
-        if isinstance(cause := getattr(error, "controller_failure", None), TrainError):
+        cause = getattr(error, "controller_failure", None)
+        if isinstance(cause, TrainError):
             raise cause from error
+        if isinstance(cause, WorkerGroupStartupTimeoutError):  # a machine has left amid the training
+            raise _no_room(config) from error
         raise
     if failure.exists():
         raise _told(failure)
@@ -77,6 +87,29 @@ def fit(job: TrainJob, open_reader: OpenReader) -> None:
         raise TrainStopped("asked to stop, and all steps that are done are saved; run it again to go on")
     if not (job.out.path / RESULT).exists():
         raise TrainError(f"{job.out.path / RESULT}: training ended without it; put the output root on shared storage")
+
+
+def _await_room(config: TrainConfig) -> None:
+    """Raise TrainError when the cluster has no room for the workers, beside what runs there, within `ROOM_S`.
+
+    Ray Train itself would say so in a log that nobody sees.
+    """
+    group = placement_group([_resources(config)] * config.num_workers)
+    try:
+        if not group.wait(ROOM_S):
+            raise _no_room(config)
+    finally:
+        remove_placement_group(group)
+
+
+def _no_room(config: TrainConfig) -> TrainError:
+    asked, free, whole = _resources(config), ray.available_resources(), ray.cluster_resources()
+    found = " and ".join(f"{free.get(name, 0.0):g} of {whole.get(name, 0.0):g} {name}s free" for name in asked)
+    return TrainError(
+        f"train.num_workers={config.num_workers}: each asks for train.cpus_per_worker={config.cpus_per_worker:g} and "
+        f"train.gpus_per_worker={config.gpus_per_worker} on one machine, the cluster has {found}; lower one of them or "
+        "engine.num_actors, or wait for what else runs there"
+    )
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -15,9 +16,11 @@ from pathlib import Path
 import pytest
 import ray
 import torch.distributed as dist
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from stages.corpus import TokenSequence
 from stages.hidden_states.wire import HiddenBatch, HiddenStatesError, HiddenStatesReader
+from stages.train import fit as fit_module
 from stages.train.fit import fit
 from stages.train.job import TrainError, TrainJob
 from tests.stages.draft_helpers import CONFIG, FakeReader, make_job, random_sequences
@@ -153,6 +156,40 @@ def test_cancelling_the_driver_task_ends_every_worker(tmp_path: Path, cluster: N
     ray.cancel(task, recursive=True)
     _until(lambda: not any(Path(f"/proc/{file.read_text()}").exists() for file in files), 60)
     _until(lambda: ray.available_resources().get("CPU") == 2, 60)
+
+
+def test_no_room_for_the_workers_is_told_by_its_keys(
+    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of two CPUs are there for workers that ask for three; then one of them is an engine's."""
+    monkeypatch.setattr(fit_module, "ROOM_S", 1.0)
+    started = time.monotonic()
+    job = usual_job(tmp_path, cpus_per_worker=1.5)
+    with pytest.raises(
+        TrainError, match=r"train\.num_workers=2: .*cpus_per_worker=1\.5 .* has 2 of 2 CPUs free; lower"
+    ):
+        fit(job, FakeReader)
+    taken = placement_group([{"CPU": 1}])
+    assert taken.wait(10)
+    job = usual_job(tmp_path, cpus_per_worker=1.0)
+    with pytest.raises(TrainError, match=r"1 of 2 CPUs free; lower one of them or engine\.num_actors"):
+        fit(job, FakeReader)
+    assert time.monotonic() - started < 20
+    monkeypatch.setattr(fit_module, "ROOM_S", 60.0)
+    giving_back = threading.Timer(1.0, remove_placement_group, (taken,))
+    giving_back.start()
+    fit_module._await_room(job.config)  # others end
+    _until(lambda: ray.available_resources().get("CPU") == 2, 30)
+
+
+def test_a_group_that_finds_no_room_any_more_is_not_waited_for(
+    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a machine leaves: there was room, and now there is none."""
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "1")
+    monkeypatch.setattr(fit_module, "_await_room", lambda _: None)
+    with pytest.raises(TrainError, match=r"train\.num_workers=2: .* has 2 of 2 CPUs free; lower"):
+        fit(usual_job(tmp_path, cpus_per_worker=1.5, max_failures=1), FakeReader)
 
 
 def _until(true: Callable[[], bool], limit_s: float) -> None:
