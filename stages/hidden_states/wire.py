@@ -24,12 +24,14 @@ class HiddenStatesError(RuntimeError):
     """Hidden states that must not be trained on, or that cannot be had."""
 
 
-def check_set_aside(set_aside: Sequence[tuple[str, str]], asked: int, max_share: float) -> None:
-    """Raise HiddenStatesError, with the last reason, when too many of the `asked` sequences were set aside.
+def most_set_aside(asked: int, max_share: float) -> float:
+    """How many of `asked` sequences may be set aside: `max_share` of them, and one unless the share is 0."""
+    return max(max_share * asked, 1 if max_share > 0 else 0)
 
-    Up to `max_share` of them may be, and one unless the share is 0.
-    """
-    if len(set_aside) > max(max_share * asked, 1 if max_share > 0 else 0):
+
+def check_set_aside(set_aside: Sequence[tuple[str, str]], asked: int, max_share: float) -> None:
+    """Raise HiddenStatesError, with the last reason, when too many of the `asked` sequences were set aside."""
+    if len(set_aside) > most_set_aside(asked, max_share):
         name, reason = set_aside[-1]
         raise HiddenStatesError(
             f"{len(set_aside)} of {asked} sequences could not be had, "

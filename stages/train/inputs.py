@@ -13,6 +13,7 @@ from stages.engine.config import EngineConfig
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.pool import sample_layout
 from stages.hidden_states.reader import misfit
+from stages.hidden_states.wire import most_set_aside
 from stages.target import Target
 from stages.train.config import TrainConfig
 from stages.train.data import Usable, usable
@@ -90,7 +91,7 @@ def _check_masked(data: Usable, validation: Usable, draft: DraftConfig, hidden_s
     """Raise ValueError when more sequences hold the mask token than may be set aside for any other reason."""
     masked, share = (*data.masked, *validation.masked), hidden_states.max_set_aside_share
     asked = data.counts["sequences_in"] + validation.counts["sequences_in"]
-    if len(masked) > max(share * asked, 1 if share > 0 else 0):
+    if len(masked) > most_set_aside(asked, share):
         raise ValueError(
             f"draft.mask_token_id={draft.mask_token_id}: {len(masked)} of {asked} sequences contain it, {masked[0]} "
             f"first, hidden_states.max_set_aside_share={share}; choose a token that never occurs, or raise the share"
