@@ -124,7 +124,7 @@ def check_seal(trailer: bytes, payload: np.ndarray, manifest: Manifest, span: sl
             f"{manifest.tokens_crc32:08x}, found {place[1]}..{place[2]} of {place[0]} with {tokens_crc32:08x}"
         )
     if digest != manifest.digest:
-        raise HiddenStatesError(f"written for another manifest than {manifest}")
+        raise HiddenStatesError(f"written for another manifest: expected {manifest}")
 
 
 def _checksum(payload: np.ndarray, trailer: bytes) -> int:

@@ -56,7 +56,7 @@ class Endpoint:
 
 
 class SampleError(HiddenStatesError):
-    """This try failed. Asking again, elsewhere if `actor` is known, may succeed."""
+    """This try failed; asking again, elsewhere if `actor` is known, may succeed. Its kind comes first (`kind_of`)."""
 
     def __init__(self, message: str, actor: int | None = None) -> None:
         super().__init__(message)
@@ -115,14 +115,18 @@ class Samples:
                 await self.dispatcher.unless_lost(actor, extraction.life, fetching)
                 done = True
         except TimeoutError as error:
-            why = f"no states within hidden_states.sample_timeout_s={self._timeout_s}"
+            why = f"no states in time: none within hidden_states.sample_timeout_s={self._timeout_s}"
             if logprobs is None:  # the next would wait as long: first it must show that it can
                 self.dispatcher.lost(actor, why)
             raise SampleError(why, actor) from error
         except StoreGoneError:
             raise
-        except (ActorLostError, ValueError, HiddenStatesError) as error:
-            raise SampleError(last_line(error), actor) from error
+        except ActorLostError as error:
+            raise SampleError(f"engine lost: {last_line(error)}", actor) from error
+        except ValueError as error:
+            raise SampleError(f"refused by the engine: {last_line(error)}", actor) from error
+        except HiddenStatesError as error:
+            raise SampleError(" ".join(str(error).split()), actor) from error
         finally:
             # The store may be gone as well; what is left behind there is deleted by its writer in time.
             with contextlib.suppress(HiddenStatesError):

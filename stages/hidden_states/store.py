@@ -127,7 +127,7 @@ class HiddenStatesStore:
         for key, code, wanted in zip(parts, codes, map(sum, sizes), strict=True):
             self._check("get", key, code)
             if code != wanted:
-                raise HiddenStatesError(f"Mooncake get of {key}: expected {wanted} bytes, found {code}")
+                raise HiddenStatesError(f"Mooncake get: {key}: expected {wanted} bytes, found {code}")
 
     def get_error(self, key: str) -> str:
         """The producer's message under a key's error marker, which exists."""
@@ -160,7 +160,7 @@ class HiddenStatesStore:
     def _check(self, operation: str, what: str, code: int) -> None:
         if isinstance(code, int) and code >= 0:
             return
-        found = f"Mooncake {operation} {what}: expected success, found code {code}"
+        found = f"Mooncake {operation}: {what}: expected success, found code {code}"
         if code in _NO_ANSWER:
             try:
                 _probe(self._master, _BACK_WITHIN_S)  # a connection that broke is made again by the next call

@@ -8,6 +8,7 @@ Legend: T tokens of one sequence (or of a packed batch), L captured layers, D hi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
@@ -22,6 +23,14 @@ from stages.hidden_states.flow import Flow
 
 class HiddenStatesError(RuntimeError):
     """Hidden states that must not be trained on, or that cannot be had."""
+
+
+def kind_of(reason: str) -> str:
+    """The kind of a reason for which a sequence was set aside: that of the last try, up to its first colon.
+
+    There are few kinds, and they are counted: which object, engine or value it was is said after the colon.
+    """
+    return re.sub(r"^\d+ tries, the last: ", "", reason).partition(":")[0]
 
 
 def most_set_aside(asked: int, max_share: float) -> float:
@@ -70,7 +79,7 @@ class Manifest:
         wrong = [name for name, value in asdict(self).items() if listed.get(name) != value]
         if wrong:
             said = "; ".join(f"{name}: expected {getattr(self, name)!r}, found {listed.get(name)!r}" for name in wrong)
-            raise HiddenStatesError(f"manifest differs in {said}")
+            raise HiddenStatesError(f"manifest differs: {said}")
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ class HiddenBatch:
 
     sequences: tuple[TokenSequence, ...]
     states_TLD: torch.Tensor  # bfloat16, layers in the order asked for, on the CPU
-    set_aside: tuple[tuple[str, str], ...] = field(default=())  # (sequence id, reason): asked for, not delivered
+    set_aside: tuple[tuple[str, str], ...] = field(default=())  # (sequence id, reason, see `kind_of`): not delivered
 
 
 class HiddenStatesReader(Protocol):

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from stages.artifacts import file_digest, write_json
 from stages.draft.checkpoint import WEIGHTS
+from stages.hidden_states.wire import kind_of
 from stages.train.checkpoint import TrainState
 from stages.train.data import Order
 from stages.train.job import EXPORT, RESULT, TrainError, TrainJob
@@ -58,9 +59,9 @@ def write_result(
 
 
 def _by_reason(set_aside: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Counts of set-aside visits: all, and by the reason of the last try up to its first colon, where kinds end."""
+    """Counts of set-aside visits: all, and by the kind of their reasons."""
     counts = {"visits_set_aside": len(set_aside)}
     for _, reason in set_aside:
-        key = "visits_set_aside_" + re.sub(r"\W+", "_", reason.rpartition("last: ")[2].split(":")[0].lower())
+        key = "visits_set_aside_" + re.sub(r"\W+", "_", kind_of(reason).lower())
         counts[key] = counts.get(key, 0) + 1
     return counts

@@ -44,6 +44,7 @@ DRAFT = DraftConfig(
 FILL_IN = replace(DRAFT, sample_from_anchor=False, num_speculative_tokens=3)
 SLIDING = replace(DRAFT, sliding_window=5, causal=True)
 LAYERS = (1, 3, 4)
+WHY_LOST = "3 tries, the last: Mooncake get: 0f3a-17-2.0: expected 960 bytes, found 64"  # as StreamingReader says it
 CONFIG = TrainConfig(
     epochs=3,
     batch_sequences=4,
@@ -152,7 +153,7 @@ class FakeReader:
             kept = tuple(s for s in batch if s.id not in self.set_aside)
             parts = [states(self.folder, s) * (float("nan") if s.id in self.poisoned else 1.0) for s in kept]
             packed_states = torch.cat([torch.zeros(0, len(LAYERS), SHAPE.hidden_size), *parts]).bfloat16()
-            away = tuple((s.id, "lost: gone for good") for s in batch if s.id in self.set_aside)
+            away = tuple((s.id, WHY_LOST) for s in batch if s.id in self.set_aside)
             yield HiddenBatch(kept, packed_states, away)
 
     def flow(self) -> Flow:

@@ -190,6 +190,8 @@ class PretendExtractor:
     def _put(self, manifest: Manifest, token_ids: np.ndarray, states: torch.Tensor, fault: str) -> None:
         self.store.harm = fault
         try:
+            if fault == "device":
+                raise RuntimeError("device lost\nlook at 7")
             for stripe in range(STRIPES - (fault == "lose a stripe")):
                 self.store.put_stripe(manifest, stripe, token_ids, in_one_block(states))
         except RuntimeError as error:

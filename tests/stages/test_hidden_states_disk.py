@@ -184,7 +184,7 @@ def test_every_tensor_has_a_manifest_that_must_be_the_one_expected(
         assert away[bad.id].startswith("states of other tokens: ")
     else:
         assert bad.id in away
-        assert f"{key}: manifest differs in {field}: expected " in caplog.text
+        assert f"{key}: manifest differs: {field}: expected " in caplog.text
     again = PretendReader()
     keep(kept, again)
     assert bad.id in again.read_ids

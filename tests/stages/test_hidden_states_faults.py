@@ -26,7 +26,7 @@ from stages.hidden_states.pool import open_reader
 from stages.hidden_states.reader import StreamingReader, misfit
 from stages.hidden_states.samples import Endpoint
 from stages.hidden_states.store import HiddenStatesStore
-from stages.hidden_states.wire import HiddenBatch, HiddenStatesError
+from stages.hidden_states.wire import HiddenBatch, HiddenStatesError, kind_of
 
 ROOT = Path(__file__).parents[2]
 CONFIG = HiddenStatesConfig(sample_timeout_s=60.0, max_set_aside_share=0.0)
@@ -108,7 +108,7 @@ def test_an_engine_that_hangs_is_given_up_and_costs_one_time_out(world: World, h
                 while not dispatcher._dead:
                     assert time.monotonic() - started < 30
                     time.sleep(0.1)
-                why = "engine 0 came back, but: no states within hidden_states.sample_timeout_s=2.0"
+                why = "engine 0 came back, but: no states in time: none within hidden_states.sample_timeout_s=2.0"
                 assert dispatcher._dead == {0: why}
         finally:
             world.break_down("", 0)
@@ -151,6 +151,7 @@ def test_a_store_that_others_fill_costs_tries_and_then_the_sequence(world: World
         assert name == large.id
         assert "2 tries, the last: the engine could not store them: Mooncake put of " in why
         assert ".0 (" in why  # the object's name
+        assert kind_of(why) == "the engine could not store them"
         assert "code -200; the store is full: raise hidden_states.segment_gib or lower" in why
         assert [s.id for s in found.sequences] == ["s1", "s2"]  # small ones have room
         assert sorted(world.asked(901)) == [1, 1]

@@ -22,7 +22,7 @@ from stages.hidden_states.pool import open_reader
 from stages.hidden_states.reader import StreamingReader
 from stages.hidden_states.samples import Endpoint, check_contract
 from stages.hidden_states.store import StoreGoneError
-from stages.hidden_states.wire import HiddenBatch, HiddenStatesError
+from stages.hidden_states.wire import HiddenBatch, HiddenStatesError, kind_of
 
 ROOT = Path(__file__).parents[2]
 CONFIG = HiddenStatesConfig(sample_timeout_s=2.0, attempts=3, max_set_aside_share=0.5)
@@ -43,29 +43,39 @@ def cluster() -> Iterator[None]:
 
 
 HARM = {
-    "lose": "no states within hidden_states.sample_timeout_s=2.0",
+    "lose": "no states in time: none within hidden_states.sample_timeout_s=2.0",
     "zero": "the engine could not store them: states are all zero in 1 of 3 tokens, first at token 2",
     "nan": "not finite in 1 of 3 tokens, first at token 1",
     "double": "states of tokens 1 and 4 are equal in all layers",
     "swap": "states of other tokens",
     "flip": "damaged bytes",
-    "lose a stripe": "no states within",
+    "lose a stripe": "no states in time",
     "other layers": "written for another manifest",
     "short": "found code -800",
-    "stall": "no states within hidden_states.sample_timeout_s=2.0",
-    "refuse": "prompt too long",
-    "no pre_norm": "manifest differs in pre_norm: expected True, found None",
+    "stall": "no states in time: none within hidden_states.sample_timeout_s=2.0",
+    "refuse": "refused by the engine: ValueError: prompt too long",
+    "no pre_norm": "manifest differs: pre_norm: expected True, found None",
     "manifest pre_norm": "pre_norm: expected True, found False",
     "manifest layer_ids": "layer_ids: expected (1, 3), found (1, 2)",
     "manifest target": "target: expected 'tiny', found 'other'",
     "manifest tokens_crc32": "tokens_crc32: expected",
 }
+KINDS = {
+    "Mooncake get",
+    "damaged bytes",
+    "manifest differs",
+    "no states in time",
+    "refused by the engine",
+    "states of other tokens",
+    "the engine could not store them",
+    "written for another manifest",
+}  # of their reasons, which are counted: none names an engine, an object or a number
 ONCE = {1000 + 100 * i: harm for i, harm in enumerate(HARM)}
 ALWAYS = {5000 + 100 * i: harm for i, harm in enumerate(HARM)}
-DIES, DIES_LATE = 9000, 9100
+DIES, DIES_LATE, DEVICE = 9000, 9100, 9200
 FAULTS = {first: [harm] for first, harm in ONCE.items()} | {first: [harm] * 3 for first, harm in ALWAYS.items()}
 DEATHS = {DIES: ["die"], DIES_LATE: ["die late"]}
-FAULTS |= {int(DAMAGED.input_ids[0]): ["flip"] * 3, int(LOST.input_ids[0]): ["refuse"] * 3}
+FAULTS |= {int(DAMAGED.input_ids[0]): ["flip"] * 3, int(LOST.input_ids[0]): ["refuse"] * 3, DEVICE: ["device"] * 3}
 SLOW = (0, 11, 32)
 
 
@@ -140,14 +150,24 @@ def test_what_never_gets_well_is_set_aside_by_name(endpoint: Endpoint, master: s
     with reading(endpoint, replace(CONFIG, sample_timeout_s=2.0)) as reader:
         read = list(reader.read([[sequence(1), sequence(first), sequence(20, 4)] for first in ALWAYS]))
         wait_for_checks(reader)
+    kinds = set()
     for batch, (first, harm) in zip(read, ALWAYS.items(), strict=True):
         assert [s.id for s in batch.sequences] == ["s1", "s20"]
         check_batch(batch)
         [(name, why)] = batch.set_aside
         assert name == f"s{first}"
         assert HARM[harm] in why
+        kinds.add(kind_of(why))
         assert sum(asked(endpoint, first)) == 3
+    assert kinds == KINDS
     assert stored_bytes(master) == before
+
+
+def test_a_reason_of_many_lines_is_told_whole(endpoint: Endpoint) -> None:
+    with reading(endpoint) as reader:
+        [batch] = reader.read([[sequence(1), sequence(DEVICE)]])
+    why = "3 tries, the last: the engine could not store them: RuntimeError: device lost look at 7"
+    assert batch.set_aside == ((f"s{DEVICE}", why),)
 
 
 def test_fp8_travels_in_half_the_bytes(endpoint: Endpoint, master: str) -> None:
@@ -217,6 +237,13 @@ def test_dead_extractors_come_back_or_end_the_read(cluster: None, master: str, t
         ray.kill(endpoint.actors[0])  # for good
         with pytest.raises(HiddenStatesError, match="all 1 engines are dead"):
             list(batches)
+
+
+def test_an_engine_that_dies_is_a_kind_of_reason(cluster: None, master: str, tmp_path: Path) -> None:
+    config = replace(CONFIG, sample_timeout_s=900.0, attempts=1, max_set_aside_share=1.0)
+    with extractors(master, tmp_path, 1, DEATHS) as endpoint, reading(endpoint, config) as reader:
+        read = list(reader.read([[sequence(DIES)], [sequence(DIES_LATE)]]))
+    assert {kind_of(why) for batch in read for _, why in batch.set_aside} == {"engine lost"}
 
 
 def test_an_extractor_that_comes_back_wrong_gives_no_sample(cluster: None, master: str, tmp_path: Path) -> None:

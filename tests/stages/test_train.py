@@ -28,6 +28,7 @@ from stages.train.step import Learner, Pass, run_pass
 from tests.stages.draft_helpers import (
     CONFIG,
     DRAFT,
+    WHY_LOST,
     greedy_sequences,
     make_job,
     packed,
@@ -133,9 +134,9 @@ def test_too_many_poisoned_steps_end_the_run_with_a_good_checkpoint(tmp_path: Pa
 def test_set_aside_sequences_are_counted_by_reason(tmp_path: Path) -> None:
     job = replace(usual_job(tmp_path), max_set_aside_share=0.5)
     result = run_one(job, set_aside=frozenset({"s2"}))
-    assert result["counts"]["visits_set_aside"] == result["counts"]["visits_set_aside_lost"] == 3
+    assert result["counts"]["visits_set_aside"] == result["counts"]["visits_set_aside_mooncake_get"] == 3
     assert result["counts"]["visits_trained"] == 27
-    assert result["facts"]["set_aside"] == [["s2", "lost: gone for good"]] * 3
+    assert result["facts"]["set_aside"] == [["s2", WHY_LOST]] * 3
 
 
 def test_too_many_set_aside_end_the_run_also_over_a_restart(tmp_path: Path) -> None:
@@ -145,7 +146,9 @@ def test_too_many_set_aside_end_the_run_also_over_a_restart(tmp_path: Path) -> N
     first, second = (f"s{order.batch(step)[0]}" for step in (0, 2))
     run_one(job, set_aside=frozenset({first}))
     remove(job.out.path / "checkpoints" / "step-00000003")
-    with pytest.raises(HiddenStatesError, match=rf"2 of 10 .*max_set_aside_share=0\.01; the last, {second}: lost"):
+    with pytest.raises(
+        HiddenStatesError, match=rf"2 of 10 .*max_set_aside_share=0\.01; the last, {second}: 3 tries, the last: Moon"
+    ):
         run_one(job, set_aside=frozenset({second}))
 
 
