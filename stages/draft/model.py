@@ -170,7 +170,6 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 class BlockOutput:
     """What the draft says of every block. `confidence_AB` (logits) is None without the head."""
 
-    hidden_ABD: torch.Tensor
     logits_ABW: torch.Tensor
     confidence_AB: torch.Tensor | None
 
@@ -243,4 +242,4 @@ def heads(model: DSparkDraftModel, hidden_ABD: torch.Tensor, previous_AB: torch.
     embedded_ABR = model.markov_head.prev_embeddings(previous_AB)
     bias_ABW = model.markov_head.block_bias(prev_token_ids=previous_AB, hidden_states=hidden_ABD, prev_emb=embedded_ABR)
     confidence_AB = confidence_logits(model, hidden_ABD, embedded_ABR)
-    return BlockOutput(hidden_ABD, model.lm_head(hidden_ABD) + bias_ABW, confidence_AB)
+    return BlockOutput(model.lm_head(hidden_ABD) + bias_ABW, confidence_AB)

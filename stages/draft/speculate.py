@@ -20,7 +20,6 @@ class DraftedBlocks:
     """Greedy drafts of several anchors; all tensors are [A, B]."""
 
     tokens_AB: torch.Tensor  # int64, the target's ids
-    probabilities_AB: torch.Tensor  # fp32, the draft's own of each drafted token
     confidence_logits_AB: torch.Tensor | None  # None without a confidence head
 
 
@@ -29,18 +28,12 @@ def draft_blocks(model: DSparkDraftModel, batch: PackedBatch, anchors_A: torch.T
     """Draft every block left to right; each Markov bias is of the draft's own previous token."""
     hidden_ABD, ids_W = backbone(model, batch, anchors_A), vocab_ids(model)
     previous_A = batch.input_ids_T[anchors_A]
-    tokens, probabilities, confidences = [], [], []
+    tokens, confidences = [], []
     for hidden_AD in hidden_ABD.unbind(dim=1):
         output = heads(model, hidden_AD[:, None], previous_A[:, None])
-        log_probs_AW = output.logits_ABW[:, 0].float().log_softmax(dim=-1)
-        best_A = log_probs_AW.max(dim=-1)
-        previous_A = best_A.indices if ids_W is None else ids_W[best_A.indices]
+        best_A = output.logits_ABW[:, 0].argmax(dim=-1)
+        previous_A = best_A if ids_W is None else ids_W[best_A]
         tokens.append(previous_A)
-        probabilities.append(best_A.values.exp())
         if output.confidence_AB is not None:
             confidences.append(output.confidence_AB[:, 0])
-    return DraftedBlocks(
-        torch.stack(tokens, dim=1),
-        torch.stack(probabilities, dim=1),
-        torch.stack(confidences, dim=1) if confidences else None,
-    )
+    return DraftedBlocks(torch.stack(tokens, dim=1), torch.stack(confidences, dim=1) if confidences else None)
