@@ -1,4 +1,4 @@
-"""Order, learning rate, and whole runs in one process: poisoned, set aside, stopped early, overfitted, refused."""
+"""Order, and whole runs in one process: poisoned, set aside, stopped early, overfitted, refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from stages.hidden_states.wire import HiddenBatch, HiddenStatesError
 from stages.train import checkpoint, loop, stage
 from stages.train.data import Order, usable
 from stages.train.job import TrainError, TrainJob
-from stages.train.optimizer import lr_factor
 from stages.train.step import Learner, Pass, run_pass
 from tests.stages.draft_helpers import (
     CONFIG,
@@ -79,17 +78,6 @@ def test_sequences_without_supervision_are_dropped_and_counted() -> None:
         "dropped_with_mask_token": 1,
     }
     assert data.masked == ("masked",)
-
-
-def test_learning_rate_is_a_function_of_the_step() -> None:
-    cosine = [lr_factor(step, 10, 0.2, "cosine") for step in range(10)]
-    assert cosine[:3] == [0.5, 1.0, 1.0]
-    assert cosine == sorted(cosine[:2]) + sorted(cosine[2:], reverse=True)
-    assert lr_factor(6, 10, 0.2, "cosine") == pytest.approx(0.5)
-    assert lr_factor(10, 10, 0.2, "cosine") == pytest.approx(0)
-    assert lr_factor(6, 10, 0.2, "linear") == pytest.approx(0.5)
-    assert lr_factor(9, 10, 0.2, "constant") == 1
-    assert lr_factor(0, 1, 0.0, "cosine") == 1
 
 
 def test_poisoned_states_skip_the_step_everywhere_and_are_named(tmp_path: Path) -> None:
