@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipeline import dag
 from pipeline.config import ConfigError, PipelineConfig, Request, conf_path, load
 from pipeline.dag import NAMES, STAGES, finished, plan, typed
 from pipeline.run import select
@@ -55,6 +56,20 @@ def test_identity_follows_the_road(tmp_path: Path) -> None:
     assert changed(tmp_path, "target.tiny.seed=7") == set(NAMES)
     assert changed(tmp_path, "publish.license=mit") == {"publish"}
     assert changed(tmp_path, "publish.repo_id=me/draft") == {"publish"}  # or a rerun that adds it would not upload
+
+
+def test_a_stage_of_another_version_is_made_anew_with_all_that_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(tmp_path)
+    complete(settings, *NAMES)
+    before = identities(settings)
+    newer = tuple(replace(stage, version=stage.version + (stage.name == "train")) for stage in STAGES)
+    monkeypatch.setattr(dag, "STAGES", newer)
+    after = identities(settings)
+    assert {name for name in NAMES if before[name] != after[name]} == {"train", "calibrate", "evaluate", "publish"}
+    assert plan(settings)["train"].reason.startswith("format version ")
+    assert plan(settings)["calibrate"].reason == "train was made anew"
 
 
 @pytest.mark.parametrize(
