@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 from pipeline.config import PipelineConfig, flat
 from stages.artifacts import Artifact, ArtifactError, Layout, Record, Workspace, digest, fingerprint
 from stages.datagen.sources import content as datagen_content
+from stages.draft.config import captured_layers
 from stages.target import content, is_current
 from stages.train.warm_start import content as init_content
 
@@ -63,7 +64,7 @@ def _target(c: PipelineConfig, i: Inputs, out: Workspace) -> Artifact:
 def _datagen(c: PipelineConfig, i: Inputs, out: Workspace) -> Artifact:
     from stages.datagen.stage import run
 
-    layer_ids = layers(c, i)
+    layer_ids = captured_layers(c.draft, i["target"].shape)
     return run(c.datagen, i["target"], engine=c.engine, hidden_states=c.hidden_states, layer_ids=layer_ids, out=out)
 
 
@@ -133,11 +134,6 @@ def typed(artifacts: Mapping[str, Artifact]) -> Inputs:
     for artifact in loaded.values():
         artifact.check_files(contents=True)
     return cast(Inputs, loaded)
-
-
-def layers(config: PipelineConfig, inputs: Inputs) -> tuple[int, ...]:
-    """Target layers whose states are captured: the draft's aux layers and the final one."""
-    return (*config.draft.aux_layer_ids, int(inputs["target"].record.facts["shape"]["num_layers"]))
 
 
 def stage_params(config: PipelineConfig, stage: Stage) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pipeline.dag import Node, plan
 from pipeline.run import resolve
 from stages.corpus import Corpus
 from stages.datagen.prompts import select
+from stages.draft.config import captured_layers
 from stages.draft.memory import FP32_BYTES, plan_memory
 from stages.hidden_states.disk import disk_bytes
 from stages.hidden_states.layout import Layout
@@ -51,7 +52,7 @@ def main(args: Sequence[str]) -> int:
 
 def states(config: PipelineConfig, shape: TargetShape, datagen: Node) -> list[list[str]]:
     """Rows about hidden states: of a token, of a sequence, in flight, of the corpus, on disk."""
-    path, engine, layers = config.hidden_states, config.engine, len(config.draft.aux_layer_ids) + 1
+    path, engine, layers = config.hidden_states, config.engine, len(captured_layers(config.draft, shape))
     layout = Layout(layers, shape.hidden_size, path.encoding, engine.tensor_parallel)
     longest = config.train.max_sequence_tokens
     lent = path.segment_bytes * engine.num_actors

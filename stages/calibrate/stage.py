@@ -29,7 +29,7 @@ from stages.calibrate.scaling import (
 from stages.corpus import Corpus
 from stages.draft.artifact import TEMPERATURES, Calibration, Draft
 from stages.draft.checkpoint import CALIBRATION_KEY, CONFIG, head_digest, load_draft, scale_confidence
-from stages.draft.config import DraftConfig
+from stages.draft.config import DraftConfig, captured_layers
 from stages.draft.layers import check_trained
 from stages.draft.model import num_predictions
 from stages.engine.config import EngineConfig
@@ -64,7 +64,7 @@ def run(
     require_greedy(corpus)
     _require_uncalibrated(draft_artifact.checkpoint)
     if not (out.path / RECORDS).exists():
-        layers = (*draft.aux_layer_ids, target.shape.num_layers)
+        layers = captured_layers(draft, target.shape)
         check_trained(layers, draft_artifact, draft_artifact.checkpoint)
         out.events.progress("starting vLLM", 0, 0, "sequences")
         sequences = corpus.sequences("calibration")

@@ -39,6 +39,11 @@ class DraftConfig:
     rms_norm_eps: float = 1e-6
 
 
+def captured_layers(config: DraftConfig, shape: TargetShape) -> tuple[int, ...]:
+    """Target layers whose states are captured: the draft's aux layers and, last, the final one."""
+    return (*config.aux_layer_ids, shape.num_layers)
+
+
 def check_draft(config: DraftConfig, shape: TargetShape) -> None:
     """Raise ValueError, naming the key, when such a draft of such a target could not be trained and served."""
     ids = config.aux_layer_ids

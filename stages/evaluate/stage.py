@@ -11,7 +11,7 @@ import numpy as np
 from stages.artifacts import Workspace, file_digest, write_json, write_whole
 from stages.corpus import Corpus
 from stages.draft.artifact import Calibration, Report
-from stages.draft.config import DraftConfig
+from stages.draft.config import DraftConfig, captured_layers
 from stages.draft.layers import check_exported
 from stages.engine.config import EngineConfig
 from stages.engine.serving import Served, ServedAnswer, ServingSpec, serving_spec
@@ -44,7 +44,7 @@ def run(
     when the text differs, counts disagree, or the macro acceptance length is below
     `evaluate.min_acceptance_length` (the report is then in the workspace).
     """
-    check_exported((*draft.aux_layer_ids, target.shape.num_layers), calibration.checkpoint)
+    check_exported(captured_layers(draft, target.shape), calibration.checkpoint)
     specs = _specs(config, target, calibration, draft, engine, out.path)
     choice = choose_prompts(
         corpus.sequences("evaluation"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stages.corpus import Corpus, TokenSequence
-from stages.draft.config import DraftConfig, check_draft
+from stages.draft.config import DraftConfig, captured_layers, check_draft
 from stages.draft.layers import check_corpus
 from stages.engine.config import EngineConfig
 from stages.hidden_states.config import HiddenStatesConfig
@@ -45,7 +45,7 @@ def read_inputs(
         for split in ("train", "validation")
     )
     _check_masked(data, validation, draft, hidden_states)
-    layer_ids = (*draft.aux_layer_ids, target.shape.num_layers)
+    layer_ids = captured_layers(draft, target.shape)
     check_corpus(layer_ids, corpus)
     sequences = (*data.sequences, *validation.sequences)
     _check_lengths(sequences, draft, engine, target)
