@@ -7,8 +7,6 @@ put together.
 from __future__ import annotations
 
 import difflib
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,14 +23,13 @@ from stages.engine.config import EngineConfig
 from stages.evaluate.config import EvaluateConfig
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.publish.config import PublishConfig
+from stages.secrets import without_secrets
 from stages.target import TargetConfig
 from stages.tracking import TrackingConfig
 from stages.train.config import TrainConfig
 
 # OmegaConf, YAML, a file that is no text, a list where a mapping belongs, a file that cannot be opened.
 _UNREADABLE = (OmegaConfBaseException, YAMLError, UnicodeDecodeError, TypeError, OSError)
-SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
-SHORTEST_SECRET = 6  # characters; shorter values occur in ordinary text
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONF = "tiny"
 
@@ -137,14 +134,6 @@ def load(source: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
             )
     assert isinstance(config, PipelineConfig)
     return config
-
-
-def without_secrets(text: str) -> str:
-    """`text` with the values of environment variables that hold secrets, by their names, replaced by `<NAME>`."""
-    for name, value in os.environ.items():
-        if SECRET_NAMES.search(name) and len(value) >= SHORTEST_SECRET:
-            text = text.replace(value, f"<{name}>")
-    return text
 
 
 def to_yaml(config: PipelineConfig) -> str:

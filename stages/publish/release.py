@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -13,7 +12,7 @@ from typing import Any
 from stages.artifacts import file_digest, write_whole
 from stages.draft.artifact import TEMPERATURES, Calibration, Report
 from stages.draft.checkpoint import CONFIG, WEIGHTS, check_checkpoint
-from stages.publish.hub import SUMS, TOKEN
+from stages.publish.hub import SUMS
 
 CHECKPOINT_FILES = (CONFIG, WEIGHTS)
 CALIBRATION_FILES = (TEMPERATURES, "calibration.json", "reliability.png")
@@ -21,7 +20,6 @@ REPORT_FILES = ("report.json", "report.md", "acceptance.png", "positions.png")
 WRITTEN_FILES = ("README.md", "speculative_config.json", "provenance.json")
 ALLOWED = frozenset((*CHECKPOINT_FILES, *CALIBRATION_FILES, *REPORT_FILES, *WRITTEN_FILES, SUMS))
 TEXT_SUFFIXES = (".json", ".md", "")
-SECRETS = (TOKEN, "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 
 
 def copy_inputs(calibration: Calibration, report: Report, folder: Path) -> None:
@@ -89,11 +87,6 @@ def check_release(folder: Path, evaluated_sha256: Mapping[str, str], secrets: Ma
                 f"{path}: holds the value of a secret from the environment ({', '.join(held)}); "
                 "it must not be published"
             )
-
-
-def secret_values() -> dict[str, str]:
-    """Those variables of SECRETS that are set, with their values."""
-    return {variable: value for variable in SECRETS if (value := os.environ.get(variable, "").strip())}
 
 
 def _in_json(text: str) -> str:

@@ -13,7 +13,8 @@ from stages.draft.config import DraftConfig
 from stages.publish.card import model_card, public_name
 from stages.publish.config import PublishConfig
 from stages.publish.hub import check, upload
-from stages.publish.release import check_release, copy_inputs, replace_folders, secret_values, shorten_paths, write_sums
+from stages.publish.release import check_release, copy_inputs, replace_folders, shorten_paths, write_sums
+from stages.secrets import secret_values
 from stages.target import Target
 
 STEPS = 3

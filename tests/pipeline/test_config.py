@@ -21,6 +21,7 @@ from pipeline import checks
 from pipeline.bounds import BOUNDS, check_bounds
 from pipeline.checks import draft_parameters
 from pipeline.config import ROOT, ConfigError, PipelineConfig, conf_path, load, parse, to_yaml
+from stages.secrets import without_secrets
 from stages.target import TargetConfig, known_shape
 
 CONFS = sorted(path.stem for path in (ROOT / "conf").glob("*.yaml"))
@@ -157,6 +158,12 @@ def test_secret_is_refused_and_not_shown(override: str, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="HUB_TOKEN") as refused:
         load(conf_path("tiny"), [override])
     assert "s3cr3t" not in str(refused.value)
+
+
+def test_a_secret_that_begins_like_another_is_hidden_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_TOKEN", "s3cr3t")
+    monkeypatch.setenv("B_TOKEN", "s3cr3t-and-more\n")
+    assert without_secrets("x s3cr3t-and-more y s3cr3t") == "x <B_TOKEN> y <A_TOKEN>"
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"- 1\n- 2\n", b"train: [1, 2]\n", b"a: [\n"])
