@@ -1,7 +1,7 @@
-"""Everything about a config that can be refused before a process starts.
+"""What can be refused before a process starts: of a config, and of the machine that it is given to.
 
-Each check says what was asked, what was found, and the way out, in one line that names the key or
-file.
+Each check says what was asked, what was found, and the way out, in one line that names the key or file. What is
+known only later, such as how long the corpus got, is asked by the stage that needs it, before it starts anything.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from pipeline.bounds import check_bounds
 from pipeline.config import ConfigError, PipelineConfig, flat
+from pipeline.dag import NAMES
 from stages.datagen.prompts import check as check_prompts
 from stages.draft.config import check_draft
 from stages.draft.memory import count_parameters
 from stages.engine.args import check_engine
 from stages.hidden_states.config import check_hidden_states
 from stages.publish.hub import check as check_publish
+from stages.publish.hub import check_access
 from stages.target import TargetShape, known_shape
 from stages.tracking import check_tracking
 from stages.train.config import check_train
@@ -27,15 +30,20 @@ from stages.train.warm_start import check_init
 GIB = 1 << 30
 
 
-def check(config: PipelineConfig) -> None:
-    """Run all checks. Raises ConfigError for the first one that fails."""
+def check(config: PipelineConfig, stages: Collection[str] = NAMES) -> None:
+    """Whether `stages` can be made here. Raises ConfigError for the first check that fails."""
     shape = check_config(config)
+    if "publish" in stages:
+        try:
+            check_access(config.publish)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     check_workers(config)
     check_output(config, shape)
 
 
 def check_config(config: PipelineConfig) -> TargetShape:
-    """Whether the config can work on some machine; gives the target's shape. Raises ConfigError."""
+    """What is wrong with the config on any machine; gives the target's shape. Raises ConfigError."""
     if not re.fullmatch(r"[\w][\w.-]*", config.name):
         raise ConfigError(f"name={config.name}: expected letters, digits, dots, dashes: it begins the runs' folders")
     try:
@@ -138,7 +146,7 @@ def check_workers(config: PipelineConfig) -> None:
 
 
 def check_output(config: PipelineConfig, shape: TargetShape) -> None:
-    """The output folder can be written and has room for what the run will leave there."""
+    """The output folder can be written and has room for checkpoints and drafts."""
     out = Path(config.out).resolve()
     existing = next(path for path in (out, *out.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -156,8 +164,10 @@ def check_output(config: PipelineConfig, shape: TargetShape) -> None:
 
 
 def disk_bytes(config: PipelineConfig, shape: TargetShape) -> int:
-    """What a run leaves on disk at most: training checkpoints, three copies of the draft, a margin.
+    """What checkpoints of training, three copies of the draft and a margin take.
 
+    Not hidden states that are kept (hidden_states.transport=disk): how many, the corpus tells, and the stage that
+    extracts them asks for their room.
     Checkpoints hold fp32 weights and two Adam moments of what is trained (12 bytes a parameter); beside
     the newest there are the best one and one that is being written. Drafts are bf16, but a reduced
     vocabulary's rows of the LM head may be fp32.

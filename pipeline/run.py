@@ -65,7 +65,7 @@ def main(args: Sequence[str]) -> int:
     try:
         request = parse(args)
         config, run_id = resolve(request)
-        checks.check(config)
+        checks.check(config, request.stages or NAMES)
         nodes = plan(config)
         selected = select(request, nodes)
         return drive(config, run_id, nodes, selected)

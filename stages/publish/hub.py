@@ -21,7 +21,7 @@ SHARDS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*
 
 
 def check(config: PublishConfig) -> None:
-    """Raise ValueError, naming key or variable, for what would make `publish` fail at the very end."""
+    """Raise ValueError, naming the key, for what would make `publish` fail at the very end, on any machine."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", config.license):
         raise ValueError(f"publish.license={config.license!r}: expected a Hub license id such as apache-2.0 or mit")
     if config.repo_id is None:
@@ -34,6 +34,12 @@ def check(config: PublishConfig) -> None:
         ) from error
     if config.repo_id.count("/") != 1:
         raise ValueError(f"publish.repo_id={config.repo_id!r}: expected owner/name")
+
+
+def check_access(config: PublishConfig) -> None:
+    """Raise ValueError, naming the variable, when this machine could not upload what is to be uploaded."""
+    if config.repo_id is None:
+        return
     if constants.is_offline_mode():
         raise ValueError(f"publish.repo_id={config.repo_id}: HF_HUB_OFFLINE forbids the upload; unset one of the two")
     if not os.environ.get(TOKEN):

@@ -12,7 +12,7 @@ from stages.draft.checkpoint import name_target
 from stages.draft.config import DraftConfig
 from stages.publish.card import model_card, public_name
 from stages.publish.config import PublishConfig
-from stages.publish.hub import check, upload
+from stages.publish.hub import check, check_access, upload
 from stages.publish.release import check_release, copy_inputs, replace_folders, shorten_paths, write_sums
 from stages.secrets import secret_values
 from stages.target import Target
@@ -38,6 +38,7 @@ def run(
     ValueError when the folder must not go out (see `check_release`) or the Hub could not take it.
     """
     check(config)
+    check_access(config)
     folder = out.path / RELEASE
     remove(folder)
     folder.mkdir(parents=True)

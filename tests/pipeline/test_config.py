@@ -203,6 +203,15 @@ def test_given_answers_cannot_calibrate_a_confidence_head(tmp_path: Path) -> Non
     checks.check(load(conf_path("tiny"), [*given, *without]))
 
 
+def test_only_a_run_that_uploads_needs_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    config = load(conf_path("tiny"), [f"out={tmp_path}", "publish.repo_id=me/draft"])
+    checks.check(config, ("train", "calibrate"))
+    with pytest.raises(ConfigError, match=r"publish\.repo_id=me/draft: expected a write token in HF_TOKEN"):
+        checks.check(config)
+
+
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_incomplete_target_folder_is_refused(missing: str, tmp_path: Path) -> None:
     shape = '{"num_hidden_layers": 4, "hidden_size": 8, "vocab_size": 9, "max_position_embeddings": 99}'

@@ -45,6 +45,16 @@ def test_a_corpus_that_is_there_is_counted(tmp_path: Path) -> None:
     assert corpus_size(config, shape, nodes_of(config)["datagen"]) == (3, 100 + 50 + 120, True)
 
 
+def test_a_machine_that_could_not_upload_can_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main([f"out={tmp_path}", "publish.repo_id=me/draft"]) == 0
+    assert main([f"out={tmp_path}", "publish.repo_id=draft"]) == 2
+    assert capsys.readouterr().err.startswith("error: publish.repo_id='draft'")
+
+
 def test_what_a_run_would_refuse_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conf=tiny", "train.lr=-1"]) == 2
     assert capsys.readouterr().err.startswith("error: train.lr=-1")

@@ -29,7 +29,7 @@ from stages.evaluate.report import acceptance_json, markdown
 from stages.evaluate.stage import weights_digests
 from stages.publish import stage
 from stages.publish.config import PublishConfig
-from stages.publish.hub import check, upload
+from stages.publish.hub import check, check_access, upload
 from stages.target import Target
 from tests.stages.draft_helpers import DRAFT, SHAPE, write_target
 from tests.stages.served_helpers import artifact
@@ -250,7 +250,6 @@ def test_draft_without_confidence_head_says_so(made: tuple, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (PublishConfig(repo_id=REPO), "a write token in HF_TOKEN, found none"),
         (PublishConfig(repo_id="no-owner"), "expected owner/name"),
         (PublishConfig(repo_id="a/b/c"), "expected owner/name"),
         (PublishConfig(license="Apache 2.0"), r"publish\.license"),
@@ -259,7 +258,7 @@ def test_draft_without_confidence_head_says_so(made: tuple, tmp_path: Path) -> N
 def test_what_would_fail_at_the_end_is_refused_at_the_start(
     config: PublishConfig, message: str, made: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(ValueError, match=message) as error:
         check(config)
@@ -269,11 +268,23 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(
     assert not list((tmp_path / "release.partial").iterdir())
 
 
-def test_upload_is_refused_at_the_start_when_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_test")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="HF_HUB_OFFLINE forbids"):
-        check(PublishConfig(repo_id=REPO))
+@pytest.mark.parametrize(
+    ("token", "offline", "message"),
+    [("", False, "a write token in HF_TOKEN, found none"), ("hf_test", True, "HF_HUB_OFFLINE forbids")],
+)
+def test_machine_that_cannot_upload_is_refused_at_the_start(
+    token: str, offline: bool, message: str, made: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    config = PublishConfig(repo_id=REPO)
+    check(config)
+    with pytest.raises(ValueError, match=message) as error:
+        check_access(config)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=message):
+        publish(made, tmp_path / "release", config)
+    assert not list((tmp_path / "release.partial").iterdir())
 
 
 class FakeHub(BaseHTTPRequestHandler):
