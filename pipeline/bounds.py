@@ -67,7 +67,7 @@ BOUNDS: dict[str, str] = {
     "draft.num_speculative_tokens": "[1, 128]",
     "draft.vocab_size": _SIZE,
     "draft.mask_token_id": "[0, 1e9]",
-    "draft.markov_rank": "[1, 1e5]",
+    "draft.markov_rank": "[1, 1e5]",  # vLLM's DSpark always has a Markov head
     "draft.sliding_window": "[1, 1e9]",
     "draft.rope_theta": "(1, 1e12]",
     "draft.max_positions": "[2, 1e9]",

@@ -56,12 +56,12 @@ def check_draft(config: DraftConfig, shape: TargetShape) -> None:
             "would be learnt as mask",
         ),
         (
-            config.mask_token_id is None or 0 <= config.mask_token_id < shape.vocab_size,
+            config.mask_token_id is None or config.mask_token_id < shape.vocab_size,
             f"draft.mask_token_id={config.mask_token_id}: expected 0 to {shape.vocab_size - 1}, the rows of the "
             "target's embedding",
         ),
         (
-            config.vocab_size is None or 1 <= config.vocab_size < shape.vocab_size,
+            config.vocab_size is None or config.vocab_size < shape.vocab_size,
             f"draft.vocab_size={config.vocab_size}: expected 1 to {shape.vocab_size - 1}, or null to draft all of the "
             f"target's {shape.vocab_size} tokens",
         ),
@@ -70,19 +70,19 @@ def check_draft(config: DraftConfig, shape: TargetShape) -> None:
             f"draft.aux_layer_ids={list(ids)}: expected ascending layers from 1 to {shape.num_layers - 1}; "
             f"layer {shape.num_layers}, the final one, is added by itself",
         ),
-        (config.num_layers >= 1, f"draft.num_layers={config.num_layers}: expected at least 1"),
         (
-            config.num_speculative_tokens == proposed >= 1,
+            proposed >= 1,
+            f"draft.block_size={config.block_size}: with draft.sample_from_anchor={config.sample_from_anchor} nothing "
+            "is proposed; expected at least 2",
+        ),
+        (
+            config.num_speculative_tokens == proposed,
             f"draft.num_speculative_tokens={config.num_speculative_tokens}: draft.block_size={config.block_size} with "
             f"draft.sample_from_anchor={config.sample_from_anchor} proposes {proposed}; set it to {proposed}",
         ),
         (
             config.num_heads % config.num_kv_heads == 0,
             f"draft.num_heads={config.num_heads}: expected a multiple of draft.num_kv_heads={config.num_kv_heads}",
-        ),
-        (
-            config.markov_rank >= 1,
-            f"draft.markov_rank={config.markov_rank}: vLLM's DSpark always has a Markov head; expected at least 1",
         ),
         (
             config.causal == (config.sliding_window is not None),

@@ -17,9 +17,6 @@ def check_engine(config: EngineConfig) -> None:
         )
     if config.gpus_per_actor == 0 and config.kv_cache_gib is None:
         raise ValueError("engine.kv_cache_gib: a CPU engine needs a number of GiB, found none")
-    for key in ("num_actors", "tensor_parallel", "cpus_per_actor", "max_num_seqs"):
-        if getattr(config, key) <= 0:
-            raise ValueError(f"engine.{key}={getattr(config, key)}: expected a positive number")
 
 
 def engine_args(target: Target, config: EngineConfig) -> dict[str, Any]:

@@ -207,18 +207,8 @@ def test_row_without_answers_to_keep_is_refused(tmp_path: Path, row: dict[str, A
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"limit": 0}, "datagen.limit=0: expected at least 1"),
-        ({"temperature": -1.0}, "datagen.temperature=-1.0"),
-        ({"top_p": 0.0}, "datagen.top_p=0.0: expected in (0, 1]"),
-        ({"max_new_tokens": 0}, "datagen.max_new_tokens=0"),
-        ({"min_supervised_tokens": 0}, "datagen.min_supervised_tokens=0"),
         ({"max_sequence_tokens": 16}, "datagen.max_sequence_tokens=16: expected more than min_supervised_tokens=16"),
-        ({"shard_conversations": 0}, "datagen.shard_conversations=0"),
-        ({"max_failed_share": 1.5}, "datagen.max_failed_share=1.5"),
-        ({"evaluation_share": -0.1}, "datagen.evaluation_share=-0.1: expected in [0, 1)"),
         ({"evaluation_share": 0.5, "validation_share": 0.5}, "= 1.1: expected less than 1"),
-        ({"top_k": -1}, "datagen.top_k=-1"),
-        ({"min_p": 1.0}, "datagen.min_p=1.0"),
         ({"domain_shares": {"p": 0.5}}, "datagen.domain_shares={'p': 0.5}: expected shares that add up to 1, not 0.5"),
         ({"domain_shares": {"p": 2.0, "q": -1.0}}, "expected shares of at least 0"),
         ({"domain_shares": {"q": 1.0}}, "expected a share (0 to leave it out) for every domain, found none for 'p'"),

@@ -175,7 +175,7 @@ def test_drafting_step_by_step_equals_teacher_forcing_on_its_own_tokens(
         ({"aux_layer_ids": (1, 5)}, "aux_layer_ids"),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens"),
         ({"num_heads": 3}, "num_heads"),
-        ({"markov_rank": 0}, "markov_rank"),
+        ({"block_size": 1, "sample_from_anchor": False}, "block_size=1"),
         ({"causal": True}, "causal"),
         ({"sliding_window": 8}, "sliding_window"),
     ],

@@ -52,7 +52,6 @@ def test_tensor_parallel_ranks_are_separated() -> None:
     [
         ({"gpus_per_actor": 1, "tensor_parallel": 2}, "engine.gpus_per_actor"),
         ({"kv_cache_gib": None}, "engine.kv_cache_gib"),
-        ({"num_actors": 0}, "engine.num_actors"),
     ],
 )
 def test_impossible_settings_name_their_key(change: dict[str, Any], key: str) -> None:
