@@ -38,7 +38,7 @@ BOUNDS: dict[str, str] = {
     "engine.kv_cache_gib": _GIB,
     "engine.gpu_memory_utilization": "(0, 1]",
     "engine.start_timeout_s": _SECONDS,
-    "hidden_states.segment_gib": "[0.015625, 1e6]",  # Mooncake lends 16 MiB at least
+    "hidden_states.segment_gib": _GIB,
     "hidden_states.writer_threads": "[1, 1e3]",
     "hidden_states.window_share": "(0, 1]",
     "hidden_states.attempts": "[1, 1e3]",

@@ -15,6 +15,7 @@ from pathlib import Path
 from pipeline.bounds import check_bounds
 from pipeline.config import ConfigError, PipelineConfig, flat
 from pipeline.dag import NAMES
+from stages.datagen.config import check_room
 from stages.datagen.prompts import check as check_prompts
 from stages.draft.config import check_draft
 from stages.draft.memory import count_parameters
@@ -51,9 +52,10 @@ def check_config(config: PipelineConfig) -> TargetShape:
         shape = known_shape(config.target)
         check_draft(config.draft, shape)
         check_engine(config.engine)
-        check_hidden_states(config.hidden_states)
+        check_hidden_states(config.hidden_states, config.engine)
         check_train(config.train)
         check_init(config.train)
+        check_room(config.datagen, config.engine)
         check_prompts(config.datagen, shape.vocab_size)
         check_publish(config.publish)
         check_tracking(config.tracking)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stages.artifacts import resource
+from stages.engine.config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -67,4 +68,13 @@ def check_values(config: DatagenConfig) -> None:
     if config.domain_shares and abs(total - 1.0) > 1e-6:
         raise ValueError(
             f"datagen.domain_shares={config.domain_shares}: expected shares that add up to 1, not {total:g}"
+        )
+
+
+def check_room(config: DatagenConfig, engine: EngineConfig) -> None:
+    """Raise ValueError, naming both keys, when an answer may fill an engine that also has to hold its prompt."""
+    if config.regenerate and config.max_new_tokens >= engine.max_model_len:
+        raise ValueError(
+            f"datagen.max_new_tokens={config.max_new_tokens}: expected less than"
+            f" engine.max_model_len={engine.max_model_len}, which holds the prompt as well"
         )

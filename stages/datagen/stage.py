@@ -18,7 +18,7 @@ from stages.artifacts import Workspace
 from stages.corpus import Corpus
 from stages.datagen import sources
 from stages.datagen.account import write_corpus
-from stages.datagen.config import DatagenConfig, check_values
+from stages.datagen.config import DatagenConfig, check_room, check_values
 from stages.datagen.conversation import Conversation
 from stages.datagen.generate import ShardRun
 from stages.datagen.given import keep_given
@@ -56,11 +56,7 @@ def run(
     RuntimeError when too many conversations fail, and whatever starting the engines raises.
     """
     check_values(config)
-    if config.regenerate and config.max_new_tokens >= engine.max_model_len:
-        raise ValueError(
-            f"datagen.max_new_tokens={config.max_new_tokens}: expected less than"
-            f" engine.max_model_len={engine.max_model_len}"
-        )
+    check_room(config, engine)
     _require_planned_content(config, out)
     vocab_size = target.shape.vocab_size
     selection = select(config, vocab_size)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.artifacts import resource
+from stages.engine.config import EngineConfig
 
+LEAST_SEGMENT_BYTES = 16 << 20  # Mooncake refuses to lend less
 Encoding = Literal["bfloat16", "fp8"]  # how states are stored; a consumer always gets bfloat16
 
 
@@ -41,8 +43,14 @@ class HiddenStatesConfig:
         return int(self.window_share * store_bytes / num_ranks)
 
 
-def check_hidden_states(config: HiddenStatesConfig) -> None:
-    """Raise ValueError for settings that cannot work, naming the key."""
+def check_hidden_states(config: HiddenStatesConfig, engine: EngineConfig) -> None:
+    """Raise ValueError for settings that cannot work with extractors like `engine`, naming the key."""
+    least = engine.tensor_parallel * LEAST_SEGMENT_BYTES
+    if config.segment_bytes < least:
+        raise ValueError(
+            f"hidden_states.segment_gib={config.segment_gib}: expected at least {least / 2**30}, 16 MiB for each rank "
+            f"of engine.tensor_parallel={engine.tensor_parallel}"
+        )
     address = config.master_address
     found = re.fullmatch(r"[\w.-]+:(\d{1,5})", address, re.ASCII)
     if address and not (found and 0 < int(found[1]) < 1 << 16):

@@ -21,7 +21,7 @@ from stages.engine.args import extractor_args
 from stages.engine.config import EngineConfig
 from stages.engine.pool import EnginePool
 from stages.engine.version import vllm_version
-from stages.hidden_states.config import HiddenStatesConfig
+from stages.hidden_states.config import HiddenStatesConfig, check_hidden_states
 from stages.hidden_states.contract import Contract
 from stages.hidden_states.disk import About, KeptStates
 from stages.hidden_states.disk_reader import DiskReader
@@ -35,7 +35,6 @@ from stages.hidden_states.wire import OpenReader
 from stages.target import Target
 
 _LOOPBACK = "127.0.0.1"
-_LEAST_SEGMENT_BYTES = 16 << 20  # Mooncake refuses to lend less
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,8 @@ def extractor_pool(
         raise ValueError(
             f"layer_ids={layer_ids}: expected ids in 0..{num_layers}, the last one {num_layers} (final state)"
         )
+    check_hidden_states(config, engine)
     segment_bytes = config.segment_bytes
-    if segment_bytes < engine.tensor_parallel * _LEAST_SEGMENT_BYTES:  # every rank lends its share
-        least = engine.tensor_parallel * _LEAST_SEGMENT_BYTES / 2**30
-        raise ValueError(f"hidden_states.segment_gib={config.segment_gib}: expected at least {least}")
     with ExitStack() as stack:
         if master := config.master_address:
             _check_reachable(master)
