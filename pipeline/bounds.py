@@ -17,12 +17,12 @@ _GIB, _SECONDS, _POSITIVE = "(0, 1e6]", "(0, 1e9]", "(0, 1e9]"
 BOUNDS: dict[str, str] = {
     **dict.fromkeys(("target.tiny.num_layers", "target.tiny.num_heads", "target.tiny.num_kv_heads"), "[1, 64]"),
     **dict.fromkeys(("target.tiny.hidden_size", "target.tiny.head_dim", "target.tiny.intermediate_size"), _SIZE),
-    "target.tiny.vocab_size": "[512, 1e6]",
+    "target.tiny.vocab_size": "[512, 1280]",  # its sentences have no more words to make tokens of
     "target.tiny.max_position_embeddings": _SIZE,
     "target.tiny.steps": _COUNT,
     "target.tiny.batch_rows": _COUNT,
     "target.tiny.lr": "(0, 1]",
-    "target.tiny.warmup_steps": "[0, 1e9]",
+    "target.tiny.warmup_steps": _COUNT,
     "target.tiny.seed": _SEED,
     "target.shape.num_layers": "[1, 1e4]",
     "target.shape.hidden_size": _SIZE,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from stages.artifacts import Artifact, Workspace, file_digest, resource
-from stages.tiny_target.config import TinyTargetConfig
+from stages.tiny_target.config import TinyTargetConfig, check_tiny
 
 if TYPE_CHECKING:
     import torch  # reading a config must not cost torch's import
@@ -123,7 +123,8 @@ def known_shape(config: TargetConfig) -> TargetShape:
         )
     if config.tiny is not None:
         tiny = config.tiny
-        return TargetShape(tiny.num_layers, tiny.hidden_size, tiny.vocab_size, tiny.max_position_embeddings)
+        check_tiny(tiny)
+        return TargetShape(tiny.num_layers, tiny.hidden_size, tiny.vocab_rows, tiny.max_position_embeddings)
     if local := local_folder(config.path):
         found = read_folder(local)
         if config.shape is not None and config.shape != found:

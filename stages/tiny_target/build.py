@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from stages.tiny_target.config import TinyTargetConfig
-from stages.tiny_target.domains import PROMPT_SEED, Sample, prompt_samples, samples
+from stages.tiny_target.config import TinyTargetConfig, check_tiny
+from stages.tiny_target.domains import Sample, prompt_samples, samples
 from stages.tiny_target.tokenizer import END, train_tokenizer
 
 Progress = Callable[[int, int, dict[str, float]], None]
@@ -63,8 +63,7 @@ def build(config: TinyTargetConfig, out: Path, on_progress: Progress | None = No
     `greedy_exact_match_share` is the share of the prompt file's prompts, none of them trained on,
     that greedy decoding answers to the letter; one more key a domain, `..._share_<domain>`.
     """
-    if config.seed == PROMPT_SEED:
-        raise ValueError(f"seed={config.seed} is the prompt file's own; choose another seed")
+    check_tiny(config)
     started = time.monotonic()
     held_out = prompt_samples()
     taken = {sample.prompt for sample in held_out}
@@ -105,7 +104,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, chosen: list[Sample]) -> list[_R
 def _new_model(config: TinyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """Fresh fp32 weights from the config's seed; the global random state stays as it was."""
     shape = Qwen3Config(
-        vocab_size=math.ceil(len(tokenizer) / 64) * 64,
+        vocab_size=config.vocab_rows,
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,

@@ -119,6 +119,9 @@ BAD = {
     "datagen.hub.chat.path=nowhere": ["datagen.hub.chat.path=nowhere"],
     "datagen.domain_shares={chat: 0.5}": ["datagen.domain_shares", "0.5"],
     "target.path=nowhere": ["target"],
+    "target.tiny.warmup_steps=0": ["target.tiny.warmup_steps=0", "[1, 1e9]"],
+    "target.tiny.vocab_size=100000": ["target.tiny.vocab_size=100000", "[512, 1280]"],
+    "target.tiny.seed=20": ["target.tiny.seed=20"],
     "target.tiny=null": ["target", "neither"],
 }
 

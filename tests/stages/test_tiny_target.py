@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from stages.target import TargetConfig, known_shape, read_folder
 from stages.tiny_target import build as builder
 from stages.tiny_target.config import TinyTargetConfig
 from stages.tiny_target.domains import (
@@ -138,6 +140,28 @@ def test_same_config_gives_the_same_bits(folder: Path, tmp_path: Path) -> None:
     assert set(metrics) >= {"train_loss_nat", "build_s", "greedy_exact_match_share"}
 
 
-def test_the_prompt_files_seed_is_not_for_training(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="prompt file"):
-        builder.build(TinyTargetConfig(seed=PROMPT_SEED), tmp_path)
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TinyTargetConfig(seed=PROMPT_SEED), r"target\.tiny\.seed=20: is the prompt file's own"),
+        (TinyTargetConfig(num_kv_heads=3), r"target\.tiny\.num_heads=4: .*target\.tiny\.num_kv_heads=3"),
+        (TinyTargetConfig(head_dim=33), r"target\.tiny\.head_dim=33: expected an even number"),
+    ],
+)
+def test_a_target_that_cannot_be_built_is_refused(config: TinyTargetConfig, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        known_shape(TargetConfig(tiny=config))
+    with pytest.raises(ValueError, match=message):
+        builder.build(config, tmp_path)
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 1280])
+def test_the_built_target_has_the_shape_that_was_known(
+    vocab_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "_train", lambda *_: 0.0)
+    monkeypatch.setattr(builder, "_exact_match", lambda *_: {})
+    config = replace(SHORT, vocab_size=vocab_size, seed=3)
+    builder.build(config, tmp_path)
+    assert read_folder(tmp_path) == known_shape(TargetConfig(tiny=config))
+    assert len(AutoTokenizer.from_pretrained(tmp_path)) == vocab_size
