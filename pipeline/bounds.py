@@ -123,7 +123,7 @@ def check_bounds(values: Mapping[str, Any]) -> None:
     """Raise ValueError for the first of the `values`, by dotted key, that lies outside its interval."""
     for key, interval in BOUNDS.items():
         value = values.get(key)
-        if value is not None and not _inside(float(value), interval):
+        if value is not None and not _inside(value, interval):
             raise ValueError(f"{key}={value}: expected a number in {interval}")
 
 

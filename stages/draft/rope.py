@@ -24,6 +24,8 @@ OPTIONAL: dict[str, set[str]] = {
     "yarn": {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 }
 FOR_ALL = {"rope_type", "rope_theta", "partial_rotary_factor"}
+LEAST = {"rope_theta": 1.001, "factor": 1, "low_freq_factor": 1e-6, "original_max_position_embeddings": 1}
+LARGEST = 1e12
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -39,7 +41,8 @@ def _entry(config: DraftConfig) -> dict[str, Any]:
     given = config.rope_parameters
     if not given or given.keys() - LAYER_TYPES:
         return given
-    return dict(given.get("full_attention" if config.sliding_window is None else "sliding_attention", {}))
+    entry = given.get("full_attention" if config.sliding_window is None else "sliding_attention", {})
+    return dict(entry) if isinstance(entry, dict) else {"rope_type": entry}  # which is no kind, and refused as one
 
 
 def rope_problem(config: DraftConfig) -> str | None:
@@ -53,23 +56,25 @@ def rope_problem(config: DraftConfig) -> str | None:
         )
     if given.keys() & LAYER_TYPES:
         return "draft.rope_parameters: expected entries by layer type or one for all, found both"
-    if kind not in NEEDED:
+    if kind not in list(NEEDED):  # a kind may be anything, a list too
         return f"draft.rope_parameters.rope_type={kind}: expected one of {', '.join(NEEDED)}"
     found = given.keys() - FOR_ALL
     if missing := NEEDED[kind] - found:
         return f"draft.rope_parameters: rope_type={kind} needs {', '.join(sorted(missing))}, found {sorted(found)}"
     if unknown := found - NEEDED[kind] - OPTIONAL.get(kind, set()):
         return f"draft.rope_parameters: rope_type={kind} does not read {', '.join(sorted(unknown))}; leave it out"
-    if odd := sorted(key for key in given.keys() - {"rope_type"} if not isinstance(given[key], (int, float))):
-        return f"draft.rope_parameters.{odd[0]}={given[odd[0]]!r}: expected a number"
+    for key in sorted(given.keys() - {"rope_type"}):
+        value, least = given[key], LEAST.get(key, 0)
+        if not isinstance(value, (int, float)) or not least <= value <= LARGEST:
+            return f"draft.rope_parameters.{key}={value!r}: expected a number from {least:g} to {LARGEST:g}"
+    if config.head_dim % 2 and "partial_rotary_factor" not in given:
+        return f"draft.head_dim={config.head_dim}: expected an even number, since positions rotate pairs of dimensions"
     rotated = config.head_dim * given.get("partial_rotary_factor", 1.0)
     if rotated % 2 or not 0 < rotated <= config.head_dim:
         return (
             f"draft.rope_parameters.partial_rotary_factor={given['partial_rotary_factor']}: expected an even number of "
             f"rotated dimensions, up to draft.head_dim={config.head_dim}, found {rotated:g}"
         )
-    if found and not given["factor"] >= 1:
-        return f"draft.rope_parameters.factor={given['factor']}: expected at least 1"
     if kind == "llama3" and not given["low_freq_factor"] < given["high_freq_factor"]:
         return (
             f"draft.rope_parameters.low_freq_factor={given['low_freq_factor']}: expected less than "

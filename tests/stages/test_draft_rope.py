@@ -131,7 +131,13 @@ def test_tables_are_those_of_vllm(target: Path, tmp_path: Path) -> None:
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3}, "rope_type=linear does not read beta_fast"),
         ({"factor": 2.0}, "rope_type=default does not read factor"),
         ({"rope_type": "linear", "factor": "2x"}, "factor='2x': expected a number"),
-        ({"rope_type": "linear", "factor": 0.5}, "factor=0.5: expected at least 1"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor=0.5: expected a number from 1 to"),
+        ({"rope_type": "linear", "factor": float("nan")}, "factor=nan: expected a number"),
+        ({**YARN, "factor": float("inf")}, "factor=inf: expected a number"),
+        ({**YARN, "original_max_position_embeddings": 0}, "original_max_position_embeddings=0: expected a number"),
+        ({"rope_theta": 1}, "rope_theta=1: expected a number from 1.001"),
+        ({"rope_type": ["yarn"]}, r"rope_type=\['yarn'\]: expected one of"),
+        ({"full_attention": 3}, "rope_type=3: expected one of"),
         ({**LLAMA3, "low_freq_factor": 4.0}, "low_freq_factor=4.0: expected less than high_freq_factor=4.0"),
         ({**YARN, "factor": 3.5}, r"draft.max_positions=512: vLLM's yarn table has 448 positions"),
     ],
@@ -139,3 +145,10 @@ def test_tables_are_those_of_vllm(target: Path, tmp_path: Path) -> None:
 def test_positions_that_cannot_be_served_are_refused(given: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         check_draft(replace(DRAFT, rope_parameters=given), SHAPE)
+
+
+def test_an_odd_head_is_refused_by_its_own_key() -> None:
+    with pytest.raises(ValueError, match=r"draft\.head_dim=33: expected an even number"):
+        check_draft(replace(DRAFT, head_dim=33), SHAPE)
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=1\.0: expected an even number"):
+        check_draft(replace(DRAFT, head_dim=33, rope_parameters={"partial_rotary_factor": 1.0}), SHAPE)
