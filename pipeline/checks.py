@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
 from pipeline.bounds import check_bounds
 from pipeline.config import ConfigError, PipelineConfig, flat
 from pipeline.dag import NAMES
+from stages.corpus import Split
 from stages.datagen.config import check_room
 from stages.datagen.prompts import check as check_prompts
 from stages.draft.config import check_draft
@@ -33,18 +35,18 @@ GIB = 1 << 30
 
 def check(config: PipelineConfig, stages: Collection[str] = NAMES) -> None:
     """Whether `stages` can be made here. Raises ConfigError for the first check that fails."""
-    shape = check_config(config)
+    shape = check_config(config, stages)
     if "publish" in stages:
         try:
             check_access(config.publish)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-    check_workers(config)
+    check_workers(config, stages)
     check_output(config, shape)
 
 
-def check_config(config: PipelineConfig) -> TargetShape:
-    """What is wrong with the config on any machine; gives the target's shape. Raises ConfigError."""
+def check_config(config: PipelineConfig, stages: Collection[str] = NAMES) -> TargetShape:
+    """What would fail one of `stages` on any machine; gives the target's shape. Raises ConfigError."""
     if not re.fullmatch(r"[\w][\w.-]*", config.name):
         raise ConfigError(f"name={config.name}: expected letters, digits, dots, dashes: it begins the runs' folders")
     try:
@@ -56,13 +58,14 @@ def check_config(config: PipelineConfig) -> TargetShape:
         check_train(config.train)
         check_init(config.train)
         check_room(config.datagen, config.engine)
-        check_prompts(config.datagen, shape.vocab_size)
+        selection = check_prompts(config.datagen, shape.vocab_size)
         check_publish(config.publish)
         check_tracking(config.tracking)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     check_lengths(config, shape)
     check_sizes(config)
+    check_splits(config, Counter(selection.splits.values()), stages)
     return shape
 
 
@@ -113,22 +116,41 @@ def check_sizes(config: PipelineConfig) -> None:
         )
 
 
-def check_workers(config: PipelineConfig) -> None:
-    """A cluster of this process must hold the widest stage, or Ray would wait for ever."""
+def check_splits(config: PipelineConfig, splits: Counter[Split], stages: Collection[str]) -> None:
+    """Each of `stages` finds prompts in the part of them that it reads: another share makes another corpus."""
+    datagen = config.datagen
+    no_head = "or set draft.confidence_head=false draft.confidence_with_markov=false"
+    readers: tuple[tuple[str, Split, float, bool, str], ...] = (
+        ("calibrate", "calibration", datagen.calibration_share, config.draft.confidence_head, no_head),
+        ("evaluate", "evaluation", datagen.evaluation_share, True, "or leave evaluate and publish out of stages=…"),
+        (
+            "train",
+            "validation",
+            datagen.validation_share,
+            config.train.early_stopping_validations is not None,
+            "or set train.early_stopping_validations=null",
+        ),
+    )
+    for stage, split, share, reads, otherwise in readers:
+        if stage in stages and reads and not splits[split]:
+            raise ConfigError(
+                f"datagen.{split}_share={share}: {stage} needs prompts for {split}, found none among "
+                f"{splits.total()}; raise it or give more prompts, {otherwise}"
+            )
+
+
+def check_workers(config: PipelineConfig, stages: Collection[str]) -> None:
+    """A cluster of this process must hold the widest of `stages`, or Ray would wait for ever."""
     if config.ray.address or os.environ.get("RAY_ADDRESS"):
         return
     engine, train, evaluate = config.engine, config.train, config.evaluate
-    asked = {
-        "engine.gpus_per_actor": engine.num_actors * engine.gpus_per_actor,
-        "train.gpus_per_worker": train.num_workers * train.gpus_per_worker,
-        "evaluate.gpus": evaluate.gpus,
-    }
-    if any(asked.values()) and not Path("/dev/nvidia0").exists():
-        told = ", ".join(f"{gpus} by {key}" for key, gpus in asked.items() if gpus)
-        raise ConfigError(
-            f"GPUs are asked for ({told}), found none here; start it on a cluster (ray job submit, or ray.address=…)"
-        )
-    have = float(os.cpu_count() or 1) if config.ray.num_cpus is None else config.ray.num_cpus
+    gpus = _needs(config, stages, "gpus", (engine.gpus_per_actor, train.gpus_per_worker, evaluate.gpus))
+    for keys, need in gpus.items():
+        if need > (found := gpus_here()):
+            raise ConfigError(
+                f"{keys} = {need:g} GPUs: found {found} here; lower one, or start it on a cluster (ray job submit, or "
+                "ray.address=…)"
+            )
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     asked_gib = engine.num_actors * ((engine.kv_cache_gib or 0.0) + config.hidden_states.segment_gib)
     if not engine.gpus_per_actor and asked_gib > memory_gib:
@@ -136,15 +158,39 @@ def check_workers(config: PipelineConfig) -> None:
             f"engine.num_actors x (engine.kv_cache_gib + hidden_states.segment_gib) = {asked_gib:g} GiB: found "
             f"{memory_gib:.0f} GiB of memory here; lower one"
         )
-    needs = {
-        "engine.num_actors x engine.cpus_per_actor + train.num_workers x train.cpus_per_worker": (
-            engine.num_actors * engine.cpus_per_actor + train.num_workers * train.cpus_per_worker
-        ),
-        "evaluate.cpus": evaluate.cpus,
-    }
-    for keys, need in needs.items():
+    have = float(os.cpu_count() or 1) if config.ray.num_cpus is None else config.ray.num_cpus
+    cpus = _needs(config, stages, "cpus", (engine.cpus_per_actor, train.cpus_per_worker, evaluate.cpus))
+    for keys, need in cpus.items():
         if need > have:
             raise ConfigError(f"{keys} = {need:g} CPUs: found {have:g} here; lower one or set ray.num_cpus")
+
+
+def gpus_here(devices: Path = Path("/dev")) -> int:
+    """GPUs that a Ray cluster of this process would have."""
+    found, visible = len(list(devices.glob("nvidia[0-9]*"))), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return found if visible is None else min(found, len([name for name in visible.split(",") if name]))
+
+
+def _needs(
+    config: PipelineConfig, stages: Collection[str], unit: str, each: tuple[float, float, float]
+) -> dict[str, float]:
+    """What Ray is asked for at once, by the keys that say so; `each`: of an engine, a training worker, a server.
+
+    Training streams from its engines; states that are kept on disk are all there before it starts.
+    """
+    engine, worker, server = each
+    extracts = "train" in stages or ("calibrate" in stages and config.draft.confidence_head)
+    needs: dict[str, float] = {}
+    if extracts or ("datagen" in stages and config.datagen.regenerate):
+        needs[f"engine.num_actors x engine.{unit}_per_actor"] = config.engine.num_actors * engine
+    if "train" in stages:
+        workers = {f"train.num_workers x train.{unit}_per_worker": config.train.num_workers * worker}
+        if config.hidden_states.transport == "mooncake":
+            workers = {" + ".join([*needs, *workers]): sum([*needs.values(), *workers.values()])}
+        needs |= workers
+    if "evaluate" in stages:
+        needs[f"evaluate.{unit}"] = server
+    return needs
 
 
 def check_output(config: PipelineConfig, shape: TargetShape) -> None:

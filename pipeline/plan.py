@@ -15,7 +15,7 @@ from pipeline import checks
 from pipeline.command import command
 from pipeline.config import ConfigError, PipelineConfig, parse
 from pipeline.console import table
-from pipeline.dag import Node, plan
+from pipeline.dag import NAMES, Node, plan
 from pipeline.run import resolve
 from stages.corpus import Corpus
 from stages.datagen.prompts import select
@@ -26,7 +26,7 @@ from stages.hidden_states.layout import Layout
 from stages.target import TargetShape
 
 HELP = """\
-usage: python -m pipeline.plan [conf=NAME | run=ID] [section.key=value ...]
+usage: python -m pipeline.plan [conf=NAME | run=ID] [stages=A,B] [section.key=value ...]
 
 Says what the config (default: conf=tiny) would take: bytes of hidden states on their way and kept on disk
 (hidden_states.transport=disk), memory of a training worker, the output folder. Before datagen is complete the corpus is
@@ -40,8 +40,9 @@ def main(args: Sequence[str]) -> int:
         print(HELP, end="")
         return 0
     try:
-        config, _ = resolve(parse(args))
-        shape, nodes = checks.check_config(config), plan(config)
+        request = parse(args)
+        config, _ = resolve(request)
+        shape, nodes = checks.check_config(config, request.stages or NAMES), plan(config)
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -45,13 +45,13 @@ class Selection:
         return len(self.is_chosen_R)
 
 
-def check(config: DatagenConfig, vocab_size: int) -> None:
-    """Refuse a config or sources that cannot work, before any process starts.
+def check(config: DatagenConfig, vocab_size: int) -> Selection:
+    """Refuse a config or sources that cannot work, before any process starts; gives what was selected.
 
     Reads every source (up to `limit`). Raises ValueError, one line, naming key or source and line.
     """
     check_values(config)
-    select(config, vocab_size)
+    return select(config, vocab_size)
 
 
 def load(config: DatagenConfig, vocab_size: int) -> Iterator[Conversation]:

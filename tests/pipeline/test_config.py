@@ -79,6 +79,9 @@ BAD = {
     "engine.num_actors=0": ["engine.num_actors=0"],
     "datagen.limit=0": ["datagen.limit=0"],
     "datagen.top_p=0": ["datagen.top_p=0.0", "(0, 1]"],
+    "datagen.evaluation_share=0": ["datagen.evaluation_share=0.0", "evaluate needs prompts", "none among 720"],
+    "datagen.calibration_share=0": ["datagen.calibration_share=0.0", "draft.confidence_head=false"],
+    "datagen.limit=3": ["datagen.calibration_share=0.15", "none among 3"],
     "datagen.evaluation_share=-0.1": ["datagen.evaluation_share=-0.1", "[0, 1)"],
     "datagen.temperature=0.7": ["datagen.temperature=0.7"],
     "engine.kv_cache_gib=null": ["engine.kv_cache_gib"],
@@ -97,7 +100,7 @@ BAD = {
     "train.seed=-1": ["train.seed=-1"],
     "draft.num_kv_heads=0": ["draft.num_kv_heads=0"],
     "draft.rope_theta=nan": ["draft.rope_theta=nan"],
-    "evaluate.gpus=1": ["1 by evaluate.gpus", "none here"],
+    "evaluate.gpus=1": ["evaluate.gpus = 1 GPUs", "found 0 here"],
     "name=../evil": ["name=../evil"],
     "tracking.uri=foo://bar": ["tracking.uri=foo://bar", "sqlite"],
     "tracking.uri=http://me:hidden@host": ["tracking.uri", "MLFLOW_TRACKING_PASSWORD"],
@@ -127,6 +130,10 @@ BAD = {
 
 
 BAD_TOGETHER: list[tuple[list[str], list[str]]] = [
+    (
+        ["train.early_stopping_validations=2", "datagen.validation_share=0"],
+        ["datagen.validation_share=0.0", "train.early_stopping_validations=null"],
+    ),
     (
         ["datagen.max_new_tokens=384", "engine.max_model_len=384"],
         ["datagen.max_new_tokens=384", "less than engine.max_model_len=384"],
@@ -216,7 +223,8 @@ def test_prompts_file_without_prompts_is_refused(content: str, part: str, tmp_pa
 
 def test_given_answers_cannot_calibrate_a_confidence_head(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
-    path.write_text('{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n')
+    row = '{{"messages": [{{"role": "user", "content": "{}"}}, {{"role": "assistant", "content": "a"}}]}}\n'
+    path.write_text("".join(row.format(number) for number in range(10)))
     given = [f"out={tmp_path}", f"datagen.prompts=[{path}]", "datagen.regenerate=false"]
     with pytest.raises(ConfigError, match=r"datagen\.regenerate=False: .*draft\.confidence_head=false"):
         checks.check(load(conf_path("tiny"), given))
@@ -231,6 +239,42 @@ def test_only_a_run_that_uploads_needs_a_token(tmp_path: Path, monkeypatch: pyte
     checks.check(config, ("train", "calibrate"))
     with pytest.raises(ConfigError, match=r"publish\.repo_id=me/draft: expected a write token in HF_TOKEN"):
         checks.check(config)
+
+
+def test_only_stages_that_read_a_split_need_it(tmp_path: Path) -> None:
+    none = ["datagen.validation_share=0", "datagen.calibration_share=0", "datagen.evaluation_share=0"]
+    config = load(conf_path("tiny"), [f"out={tmp_path}", *none])
+    checks.check(config, ("target", "datagen", "train"))
+    with pytest.raises(ConfigError, match=r"datagen\.calibration_share=0\.0: calibrate needs"):
+        checks.check(config, ("calibrate",))
+    headless = ["draft.confidence_head=false", "draft.confidence_with_markov=false"]
+    checks.check(load(conf_path("tiny"), [f"out={tmp_path}", *none, *headless]), ("calibrate",))
+
+
+def test_gpus_that_are_asked_for_at_once_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    usage = shutil.disk_usage("/")._replace(free=1 << 50)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(checks, "gpus_here", lambda: 1)
+    small = ["engine.num_actors=1", "train.num_workers=1", "evaluate.gpus=1", "ray.num_cpus=8", f"out={tmp_path}"]
+    config = load(conf_path("qwen3_8b"), small)
+    with pytest.raises(ConfigError, match=r"engine\.gpus_per_actor \+ train\..* = 2 GPUs: found 1 here") as refused:
+        checks.check(config)
+    assert "\n" not in str(refused.value)
+    checks.check(config, ("target", "datagen", "evaluate"))
+    checks.check(load(conf_path("qwen3_8b"), [*small, "hidden_states.transport=disk"]))
+    monkeypatch.setattr(checks, "gpus_here", lambda: 2)
+    checks.check(config)
+
+
+def test_gpus_are_found_as_ray_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia12", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert checks.gpus_here(tmp_path) == 3
+    for visible, found in (("", 0), ("1", 1), ("0,1,2,3", 3)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert checks.gpus_here(tmp_path) == found
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
