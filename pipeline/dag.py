@@ -115,7 +115,7 @@ STAGES: tuple[Stage, ...] = (
         2,
         _calibrate,
     ),
-    Stage("evaluate", "Report", ("target", "datagen", "calibrate"), ("evaluate", "draft", "engine"), 1, _evaluate),
+    Stage("evaluate", "Report", ("target", "datagen", "calibrate"), ("evaluate", "draft", "engine"), 2, _evaluate),
     Stage(
         "publish", "Release", ("target", "datagen", "train", "calibrate", "evaluate"), ("publish", "draft"), 3, _publish
     ),

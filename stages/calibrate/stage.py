@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from stages.artifacts import Workspace, remove, write_json
 from stages.calibrate.config import CalibrateConfig
@@ -75,6 +77,7 @@ def run(
             ) as open_reader,
             closing(open_reader(1)) as reader,
         ):
+            torch.set_num_threads(len(os.sched_getaffinity(0)))  # Ray leaves one to a task that holds no CPU
             record(config, target, corpus, draft_artifact, reader, out)
     return fit(config, corpus, draft_artifact, out)
 

@@ -8,7 +8,6 @@ by a name, never guessed. How it puts thoughts and answers is found out by rende
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from stages.datagen.conversation import THOUGHTS_KEYS, Message
+from stages.end_tokens import end_token_ids
 from stages.target import Target
 
 TODAY = datetime(2026, 1, 1, tzinfo=UTC)
@@ -82,7 +82,7 @@ class ChatTemplate:
                 f"{target.folder}: expected a tokenizer with a chat template, found none;"
                 " use an instruction-tuned target"
             )
-        template = cls(tokenizer, tokenizer.get_chat_template(), _end_ids(tokenizer, target.folder))
+        template = cls(tokenizer, tokenizer.get_chat_template(), frozenset(end_token_ids(target)))
         template._require_pieces(target.folder)
         try:
             if thinking == "off":
@@ -202,11 +202,3 @@ class ChatTemplate:
                 f"{folder}: expected a tokenizer that reads 'one\\n' and 'two' as 'one\\ntwo', found {joined!r};"
                 " one that puts a space before every text is not supported"
             )
-
-
-def _end_ids(tokenizer: Any, folder: Path) -> frozenset[int]:
-    """The tokenizer's end of sequence and those of `generation_config.json`: an engine stops at all of them."""
-    path = folder / "generation_config.json"
-    found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-    ids = [*(found if isinstance(found, list) else [found]), tokenizer.eos_token_id]
-    return frozenset(id_ for id_ in ids if id_ is not None)

@@ -11,7 +11,6 @@ so this is a gate and an oracle there, not a speed measurement.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -24,6 +23,7 @@ from typing import Any
 
 import ray
 
+from stages.end_tokens import end_token_ids
 from stages.engine.config import EngineConfig
 from stages.engine.cpu import cpu_environment
 from stages.engine.log import redirect_output
@@ -110,27 +110,12 @@ def serving_spec(target: Target, engine: EngineConfig, log: Path, **options: Any
         target.model,
         target.revision,
         target.trust_remote_code,
-        stop_token_ids(target.folder),
+        end_token_ids(target),
         min(engine.max_model_len, target.shape.max_positions),
         engine,
         log,
         **options,
     )
-
-
-def stop_token_ids(folder: Path) -> tuple[int, ...]:
-    """End tokens of a target: `eos_token_id` of generation_config.json, else of config.json.
-
-    Raises ValueError when neither names one, since generation would then only end by length.
-    """
-    for name in ("generation_config.json", "config.json"):
-        if not (folder / name).is_file():
-            continue
-        config = json.loads((folder / name).read_text(encoding="utf-8"))
-        found = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
-        if found is not None:
-            return (found,) if isinstance(found, int) else tuple(found)
-    raise ValueError(f"{folder}: expected eos_token_id in generation_config.json or config.json, found none")
 
 
 class Server:

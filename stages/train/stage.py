@@ -16,8 +16,8 @@ from stages.draft.artifact import Draft
 from stages.draft.config import DraftConfig
 from stages.draft.layers import check_exported
 from stages.draft.vocab import choose_vocab, vocab_digest
+from stages.end_tokens import end_token_ids
 from stages.engine.config import EngineConfig
-from stages.engine.serving import stop_token_ids
 from stages.events import METRICS
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.hidden_states.pool import states_of
@@ -112,7 +112,7 @@ def _vocab(size: int, sequences: Sequence[TokenSequence], target: Target, out: W
     """Ids of the draft's vocabulary; chosen once and kept, so that a resumed run drafts the same tokens."""
     path = out.path / VOCAB
     if not path.exists():
-        required = stop_token_ids(target.folder)
+        required = end_token_ids(target)
         beside = path.with_name(f"partial.{VOCAB}")
         np.save(beside, choose_vocab(sequences, size, target_size=target.shape.vocab_size, required=required))
         beside.replace(path)

@@ -16,14 +16,14 @@ import pytest
 import ray
 import torch
 
-from stages.artifacts import Workspace, write_json
+from stages.artifacts import Workspace
 from stages.corpus import Corpus, TokenSequence, write_shard
 from stages.draft.artifact import Calibration, Report
 from stages.draft.checkpoint import export_draft, load_draft
 from stages.draft.speculate import draft_blocks
 from stages.engine.config import EngineConfig
 from stages.engine.requests import EngineError
-from stages.engine.serving import ServedAnswer, ServingSpec, SpeculationCounters, serving, serving_spec, stop_token_ids
+from stages.engine.serving import ServedAnswer, ServingSpec, SpeculationCounters, serving, serving_spec
 from stages.evaluate import stage
 from stages.evaluate.acceptance import bootstrap_lengths, describe, macro, pooled
 from stages.evaluate.compare import check_counts, check_text
@@ -133,17 +133,6 @@ def test_counts_that_disagree_are_refused() -> None:
         check_counts([replace(answer, token_ids=(1, 2, 3, 4, 5))], counters, 2)
     with pytest.raises(RuntimeError, match="max_num_batched_tokens"):
         check_counts([replace(answer, drafted=3)], replace(counters, drafted=3), 2)
-
-
-def test_stop_tokens_come_from_the_generation_config(tmp_path: Path) -> None:
-    write_json(tmp_path / "config.json", {"text_config": {"eos_token_id": 5}})
-    assert stop_token_ids(tmp_path) == (5,)
-    write_json(tmp_path / "generation_config.json", {"eos_token_id": [7, 8]})
-    assert stop_token_ids(tmp_path) == (7, 8)
-    write_json(tmp_path / "generation_config.json", {"eos_token_id": None})
-    write_json(tmp_path / "config.json", {})
-    with pytest.raises(ValueError, match="eos_token_id"):
-        stop_token_ids(tmp_path)
 
 
 @pytest.fixture(scope="module")
