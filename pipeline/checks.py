@@ -49,6 +49,7 @@ def check_config(config: PipelineConfig, stages: Collection[str] = NAMES) -> Tar
     """What would fail one of `stages` on any machine; gives the target's shape. Raises ConfigError."""
     if not re.fullmatch(r"[\w][\w.-]*", config.name):
         raise ConfigError(f"name={config.name}: expected letters, digits, dots, dashes: it begins the runs' folders")
+    check_paths(config)
     try:
         check_bounds(flat(config))
         shape = known_shape(config.target)
@@ -67,6 +68,20 @@ def check_config(config: PipelineConfig, stages: Collection[str] = NAMES) -> Tar
     check_sizes(config)
     check_splits(config, Counter(selection.splits.values()), stages)
     return shape
+
+
+def check_paths(config: PipelineConfig) -> None:
+    """Places can be looked up: not so a name too long, a home of nobody, a folder that is closed to us."""
+    places = [("out", config.out), ("target.path", config.target.path), ("train.init_from", config.train.init_from)]
+    places += [("datagen.prompts", path) for path in config.datagen.prompts]
+    places += [(f"datagen.hub.{name}.path", dataset.path) for name, dataset in config.datagen.hub.items()]
+    for key, path in places:
+        try:
+            Path(path or "").expanduser().stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"{key}={path!r}: expected a path that can be looked up here, found {error}") from error
 
 
 def check_lengths(config: PipelineConfig, shape: TargetShape) -> None:

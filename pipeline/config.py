@@ -7,6 +7,7 @@ put together.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +29,8 @@ from stages.target import TargetConfig
 from stages.tracking import TrackingConfig
 from stages.train.config import TrainConfig
 
-# OmegaConf, YAML, a file that is no text, a list where a mapping belongs, a file that cannot be opened.
-_UNREADABLE = (OmegaConfBaseException, YAMLError, UnicodeDecodeError, TypeError, OSError)
+# OmegaConf, YAML, a file that is no text or a number too long, a list where a mapping belongs, a closed file.
+_UNREADABLE = (OmegaConfBaseException, YAMLError, ValueError, OverflowError, TypeError, OSError)
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONF = "tiny"
 
@@ -99,7 +100,7 @@ def parse(args: Sequence[str]) -> Request:
 def conf_path(name: str) -> Path:
     """The YAML file of `conf=NAME`; a path to a file is taken as it is."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else ROOT / "conf" / f"{name}.yaml"
-    if path.is_file():
+    if os.path.isfile(path):  # false, not an error, for a name too long and a folder that is closed
         return path
     if path.suffix in (".yaml", ".yml") and path == Path(name):
         raise ConfigError(f"conf={name}: expected a file, found none")

@@ -101,6 +101,15 @@ BAD = {
     "draft.num_kv_heads=0": ["draft.num_kv_heads=0"],
     "draft.rope_theta=nan": ["draft.rope_theta=nan"],
     "evaluate.gpus=1": ["evaluate.gpus = 1 GPUs", "found 0 here"],
+    f"out={'a' * 300}": ["out='aaa", "too long"],
+    'out="a\\0b"': ["out='a\\x00b'", "null byte"],
+    f"target.path={'a' * 300}": ["target.path='aaa", "too long"],
+    "datagen.prompts=[~nobody-here/prompts]": ["datagen.prompts='~nobody-here/prompts'", "home"],
+    f"train.lr={'9' * 400}": ["train.lr", "too large"],
+    f"train.seed={'9' * 400}": ["train.seed"],
+    f"train.seed={'9' * 5000}": ["train.seed", "limit"],
+    "draft.rope_parameters.rope_type=[yarn]": ["draft.rope_parameters.rope_type=['yarn']"],
+    "draft.head_dim=65": ["draft.head_dim=65", "even"],
     "name=../evil": ["name=../evil"],
     "tracking.uri=foo://bar": ["tracking.uri=foo://bar", "sqlite"],
     "tracking.uri=http://me:hidden@host": ["tracking.uri", "MLFLOW_TRACKING_PASSWORD"],
@@ -168,7 +177,7 @@ def test_every_number_has_bounds() -> None:
             check_bounds({key: value})
 
 
-@pytest.mark.parametrize(("overrides", "parts"), CASES, ids=[" ".join(overrides) for overrides, _ in CASES])
+@pytest.mark.parametrize(("overrides", "parts"), CASES, ids=[" ".join(overrides)[:80] for overrides, _ in CASES])
 def test_bad_value_is_refused_naming_it(overrides: list[str], parts: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         checks.check(load(conf_path("tiny"), [f"out={tmp_path}", *overrides]))
@@ -206,6 +215,8 @@ def test_conf_that_is_none_is_refused(content: bytes, tmp_path: Path) -> None:
 def test_unknown_conf_names_the_closest() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'tiny'.*kimi_k3"):
         conf_path("tniy")
+    with pytest.raises(ConfigError, match=r"found kimi_k3"):
+        conf_path("a" * 300)
 
 
 @pytest.mark.parametrize(
