@@ -80,7 +80,8 @@ def _calibrate(c: PipelineConfig, i: Inputs, out: Workspace) -> Artifact:
     from stages.calibrate.stage import run
 
     shared: dict[str, Any] = {"draft": c.draft, "engine": c.engine, "hidden_states": c.hidden_states}
-    return run(c.calibrate, i["target"], i["datagen"], i["train"], **shared, out=out)
+    longest = c.train.max_sequence_tokens  # part of the draft's identity already
+    return run(c.calibrate, i["target"], i["datagen"], i["train"], **shared, max_sequence_tokens=longest, out=out)
 
 
 def _evaluate(c: PipelineConfig, i: Inputs, out: Workspace) -> Artifact:
@@ -112,7 +113,7 @@ STAGES: tuple[Stage, ...] = (
         "Calibration",
         ("target", "datagen", "train"),
         ("calibrate", "draft", "engine", "hidden_states"),
-        2,
+        3,
         _calibrate,
     ),
     Stage("evaluate", "Report", ("target", "datagen", "calibrate"), ("evaluate", "draft", "engine"), 2, _evaluate),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from stages.artifacts import Workspace, remove, write_json
 from stages.calibrate.config import CalibrateConfig
@@ -28,7 +26,7 @@ from stages.calibrate.scaling import (
     if_better,
     measure,
 )
-from stages.corpus import Corpus
+from stages.corpus import Corpus, TokenSequence
 from stages.draft.artifact import TEMPERATURES, Calibration, Draft
 from stages.draft.checkpoint import CALIBRATION_KEY, CONFIG, head_digest, load_draft, scale_confidence
 from stages.draft.config import DraftConfig, captured_layers
@@ -36,7 +34,7 @@ from stages.draft.layers import check_trained
 from stages.draft.model import num_predictions
 from stages.engine.config import EngineConfig
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.pool import states_of
+from stages.hidden_states.pool import check_sizes, states_of
 from stages.hidden_states.wire import HiddenStatesReader
 from stages.target import Target
 
@@ -53,12 +51,14 @@ def run(
     draft: DraftConfig,
     engine: EngineConfig,
     hidden_states: HiddenStatesConfig,
+    max_sequence_tokens: int,
     out: Workspace,
 ) -> Calibration:
     """Fit an affine map, fold it into a copy of the checkpoint, then fit temperatures for what is left.
 
-    Needs a corpus that the target wrote at temperature 0 (see `records.py`). Raises ValueError for
-    another corpus, a draft that is calibrated already, or records too few or truncated. A draft without
+    Needs a corpus that the target wrote at temperature 0 (see `records.py`). Reads the first
+    `max_sequence_tokens` of a sequence, as training did. Raises ValueError for another corpus, a draft that is
+    calibrated already, a sequence too large to fetch, or records too few or truncated. A draft without
     a confidence head is passed on unchanged, which the record says.
     """
     if not draft.confidence_head:
@@ -68,8 +68,9 @@ def run(
     if not (out.path / RECORDS).exists():
         layers = captured_layers(draft, target.shape)
         check_trained(layers, draft_artifact, draft_artifact.checkpoint)
+        sequences = [sequence.truncated(max_sequence_tokens) for sequence in corpus.sequences("calibration")]
+        check_sizes(sequences, target, layers, engine, hidden_states, num_ranks=1)
         out.events.progress("starting vLLM", 0, 0, "sequences")
-        sequences = corpus.sequences("calibration")
         work, references = out.path / WORK, [draft_artifact.path]
         with (
             states_of(
@@ -77,8 +78,7 @@ def run(
             ) as open_reader,
             closing(open_reader(1)) as reader,
         ):
-            torch.set_num_threads(len(os.sched_getaffinity(0)))  # Ray leaves one to a task that holds no CPU
-            record(config, target, corpus, draft_artifact, reader, out)
+            record(config, target, corpus, sequences, draft_artifact, reader, out)
     return fit(config, corpus, draft_artifact, out)
 
 
@@ -86,13 +86,13 @@ def record(
     config: CalibrateConfig,
     target: Target,
     corpus: Corpus,
+    sequences: Sequence[TokenSequence],
     draft_artifact: Draft,
     reader: HiddenStatesReader,
     out: Workspace,
 ) -> None:
-    """Draft on the calibration split and write the records, whole, into the workspace."""
+    """Draft on `sequences` of the calibration split and write the records, whole, into the workspace."""
     model = load_draft(draft_artifact.checkpoint, target.folder)
-    sequences = corpus.sequences("calibration")
     provenance = {
         "calibrated": False,
         "num_positions": num_predictions(model),

@@ -28,7 +28,7 @@ from stages.hidden_states.disk_reader import DiskReader
 from stages.hidden_states.layout import Layout
 from stages.hidden_states.master import mooncake_master
 from stages.hidden_states.proof import Proof
-from stages.hidden_states.reader import StreamingReader
+from stages.hidden_states.reader import StreamingReader, misfit
 from stages.hidden_states.samples import Endpoint, check_contract
 from stages.hidden_states.store import StoreAddress
 from stages.hidden_states.wire import OpenReader
@@ -110,6 +110,25 @@ def sample_layout(
 ) -> Layout:
     """How the extractors lay out the states of any sequence."""
     return Layout(len(layer_ids), target.shape.hidden_size, config.encoding, engine.tensor_parallel)
+
+
+def check_sizes(
+    sequences: Sequence[TokenSequence],
+    target: Target,
+    layer_ids: tuple[int, ...],
+    engine: EngineConfig,
+    config: HiddenStatesConfig,
+    *,
+    num_ranks: int,
+) -> None:
+    """Raise ValueError, naming the first, when states of a sequence could never be fetched by one of `num_ranks`."""
+    readers = num_ranks if config.transport == "mooncake" else 1  # one alone fills the folder
+    window_bytes = config.window_bytes(config.segment_bytes * engine.num_actors, readers)
+    layout = sample_layout(target, layer_ids, engine, config)
+    for sequence in sequences:
+        size = layout.object_bytes(len(sequence))
+        if problem := misfit(sequence, size, window_bytes, config.segment_bytes):
+            raise ValueError(problem)
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from stages.draft.config import DraftConfig, captured_layers, check_draft
 from stages.draft.layers import check_corpus
 from stages.engine.config import EngineConfig
 from stages.hidden_states.config import HiddenStatesConfig
-from stages.hidden_states.pool import sample_layout
-from stages.hidden_states.reader import misfit
+from stages.hidden_states.pool import check_sizes
 from stages.hidden_states.wire import most_set_aside
 from stages.target import Target
 from stages.train.config import TrainConfig
@@ -49,13 +48,7 @@ def read_inputs(
     check_corpus(layer_ids, corpus)
     sequences = (*data.sequences, *validation.sequences)
     _check_lengths(sequences, draft, engine, target)
-    readers = config.num_workers if hidden_states.transport == "mooncake" else 1  # one alone fills the folder
-    window_bytes = hidden_states.window_bytes(hidden_states.segment_bytes * engine.num_actors, readers)
-    layout = sample_layout(target, layer_ids, engine, hidden_states)
-    for sequence in sequences:
-        size = layout.object_bytes(len(sequence))
-        if problem := misfit(sequence, size, window_bytes, hidden_states.segment_bytes):
-            raise ValueError(problem)
+    check_sizes(sequences, target, layer_ids, engine, hidden_states, num_ranks=config.num_workers)
     if not data.sequences:
         raise ValueError(
             f"{corpus.path}: no training sequence has two supervised tokens in a row ({data.counts}); check the masks"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,10 +36,11 @@ from stages.draft.checkpoint import CALIBRATION_KEY, export_draft, head_digest, 
 from stages.draft.model import build_draft
 from stages.draft.speculate import draft_blocks
 from stages.engine.config import EngineConfig
+from stages.engine.requests import EngineError
 from stages.events import METRICS, read_rows
 from stages.hidden_states.config import HiddenStatesConfig
 from stages.target import Target
-from tests.stages.draft_helpers import DRAFT, SHAPE, FakeReader, greedy_sequences, packed
+from tests.stages.draft_helpers import DRAFT, LAYERS, SHAPE, FakeReader, greedy_sequences, packed
 from tests.stages.served_helpers import artifact, target_facts, write_servable_target
 
 GRID = np.geomspace(0.2, 5.0, 97)
@@ -257,7 +260,7 @@ def test_stage_without_engines(world: tuple[Target, Corpus, Draft, list[TokenSeq
     target, corpus, draft, sequences = world
     config = replace(CONFIG, min_records=20)
     with Workspace(tmp_path / "calibration", "c").locked() as out:
-        stage.record(config, target, corpus, draft, FakeReader(target.folder), out)
+        stage.record(config, target, corpus, sequences, draft, FakeReader(target.folder), out)
         made = load(out.path / stage.RECORDS)
         # A random draft is hardly ever right: give its blocks outcomes that a fit can work with.
         rng = np.random.default_rng(0)
@@ -305,17 +308,47 @@ def test_too_few_records_are_refused_and_not_kept(
     target, corpus, draft, sequences = world
     away = frozenset(sequence.id for sequence in sequences[kept:])
     with Workspace(tmp_path / "few", "c").locked() as out:
-        stage.record(CONFIG, target, corpus, draft, FakeReader(target.folder, set_aside=away), out)
+        stage.record(CONFIG, target, corpus, sequences, draft, FakeReader(target.folder, set_aside=away), out)
         with pytest.raises(ValueError, match=r"at least calibrate\.min_records=40 blocks, found"):
             stage.fit(CONFIG, corpus, draft, out)
         assert not (out.path / stage.RECORDS).exists()
 
 
-def run(world: tuple[Target, Corpus, Draft, list[TokenSequence]], draft: Draft, out: Workspace) -> Calibration:
+def run(
+    world: tuple[Target, Corpus, Draft, list[TokenSequence]],
+    draft: Draft,
+    out: Workspace,
+    max_sequence_tokens: int = 2048,
+    hidden_states: HiddenStatesConfig | None = None,
+) -> Calibration:
     target, corpus, _, _ = world
-    return stage.run(
-        CONFIG, target, corpus, draft, draft=DRAFT, engine=EngineConfig(), hidden_states=HiddenStatesConfig(), out=out
-    )
+    options = {"hidden_states": hidden_states or HiddenStatesConfig(), "max_sequence_tokens": max_sequence_tokens}
+    return stage.run(CONFIG, target, corpus, draft, draft=DRAFT, engine=EngineConfig(), **options, out=out)
+
+
+def test_sequences_are_cut_as_for_training_and_those_too_large_refused_before_engines_start(
+    world: tuple[Target, Corpus, Draft, list[TokenSequence]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, draft, sequences = world
+    asked: list[TokenSequence] = []
+
+    @contextmanager
+    def states_of(sequences: list[TokenSequence], *_: object, **__: object) -> Iterator[None]:
+        asked.extend(sequences)
+        raise EngineError("started")
+        yield
+
+    monkeypatch.setattr(stage, "states_of", states_of)
+    longest = max(map(len, sequences))
+    room = HiddenStatesConfig(segment_gib=0.9 * longest * len(LAYERS) * SHAPE.hidden_size * 2 / 2**30, window_share=1.0)
+    with Workspace(tmp_path / "large", "c").locked() as out:
+        with pytest.raises(ValueError, match=r"sequence s0 of .* raise hidden_states\.segment_gib"):
+            run(world, draft, out, longest, room)
+        assert asked == []
+        with pytest.raises(EngineError, match="started"):
+            run(world, draft, out, longest // 2, room)
+    assert [sequence.id for sequence in asked] == [sequence.id for sequence in sequences]
+    assert max(map(len, asked)) == longest // 2
 
 
 def test_sampled_corpus_is_refused(world: tuple[Target, Corpus, Draft, list[TokenSequence]]) -> None:
@@ -340,6 +373,7 @@ def test_draft_without_a_head_passes_unchanged_and_says_so(
             draft=config,
             engine=EngineConfig(),
             hidden_states=HiddenStatesConfig(),
+            max_sequence_tokens=2048,
             out=out,
         )
     assert calibration.record.facts["calibrated"] is False
@@ -358,7 +392,15 @@ def test_stage_with_real_states(world: tuple[Target, Corpus, Draft, list[TokenSe
     try:
         with Workspace(tmp_path / "calibration", "c").locked() as out:
             calibration = stage.run(
-                config, target, corpus, draft, draft=DRAFT, engine=engine, hidden_states=store, out=out
+                config,
+                target,
+                corpus,
+                draft,
+                draft=DRAFT,
+                engine=engine,
+                hidden_states=store,
+                max_sequence_tokens=2048,
+                out=out,
             )
     finally:
         ray.shutdown()
