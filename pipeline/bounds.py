@@ -106,6 +106,7 @@ BOUNDS: dict[str, str] = {
     "calibrate.temperature_max": "[1, 1e6]",
     "calibrate.temperature_steps": "[2, 1e6]",
     "calibrate.seed": _SEED,
+    "calibrate.threads": "[1, 1e4]",
     "evaluate.prompts_per_domain": _COUNT,
     "evaluate.max_new_tokens": "[1, 1e9]",
     "evaluate.bootstrap_samples": "[1, 1e7]",

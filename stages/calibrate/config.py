@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stages.artifacts import resource
+
 
 @dataclass(frozen=True)
 class CalibrateConfig:
@@ -17,3 +19,4 @@ class CalibrateConfig:
     temperature_max: float = 5.0
     temperature_steps: int = 97
     seed: int = 0
+    threads: int = resource(1)  # that draft, while the engines run

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from stages.artifacts import Workspace, remove, write_json
 from stages.calibrate.config import CalibrateConfig
@@ -92,6 +93,8 @@ def record(
     out: Workspace,
 ) -> None:
     """Draft on `sequences` of the calibration split and write the records, whole, into the workspace."""
+    # Ray gives a stage one. A fixed number: sums are split by thread, and their low bits with them.
+    torch.set_num_threads(config.threads)
     model = load_draft(draft_artifact.checkpoint, target.folder)
     provenance = {
         "calibrated": False,

@@ -94,6 +94,7 @@ BAD = {
     "train.max_steps=0": ["train.max_steps=0"],
     "evaluate.batch_sequences=0": ["evaluate.batch_sequences=0"],
     "evaluate.cpus=64": ["evaluate.cpus = 64"],
+    "calibrate.threads=0": ["calibrate.threads=0"],
     "ray.num_cpus=0": ["ray.num_cpus=0"],
     "ray.num_cpus=nan": ["ray.num_cpus=nan"],
     "train.lr=inf": ["train.lr=inf", "(0, 1]"],

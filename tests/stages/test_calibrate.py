@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -312,6 +313,32 @@ def test_too_few_records_are_refused_and_not_kept(
         with pytest.raises(ValueError, match=r"at least calibrate\.min_records=40 blocks, found"):
             stage.fit(CONFIG, corpus, draft, out)
         assert not (out.path / stage.RECORDS).exists()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_as_many_threads_draft_as_asked_for(
+    threads: int,
+    world: tuple[Target, Corpus, Draft, list[TokenSequence]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a Ray task, for which Ray sets OMP_NUM_THREADS=1, torch alone would take one."""
+    target, corpus, draft, sequences = world
+    used: set[int] = set()
+
+    def watched(*arguments: Any) -> Any:
+        used.add(torch.get_num_threads())
+        return draft_blocks(*arguments)
+
+    monkeypatch.setattr("stages.calibrate.records.draft_blocks", watched)
+    before = torch.get_num_threads()
+    try:
+        with Workspace(tmp_path / "threads", "c").locked() as out:
+            config = replace(CONFIG, threads=threads)
+            stage.record(config, target, corpus, sequences[:2], draft, FakeReader(target.folder), out)
+    finally:
+        torch.set_num_threads(before)
+    assert used == {threads}
 
 
 def run(
