@@ -30,9 +30,9 @@ class StopFlag:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            before = {name: signal.getsignal(name) for name in STOPPING}
-            # Under nohup the end of a session ends nothing.
-            self._before = {name: handler for name, handler in before.items() if handler != signal.SIG_IGN}
+            self._before = {name: signal.getsignal(name) for name in STOPPING}
+            if self._before[signal.SIGHUP] == signal.SIG_IGN:  # under nohup the end of a session ends nothing
+                del self._before[signal.SIGHUP]
             self.arm()
         return self
 

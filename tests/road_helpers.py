@@ -16,7 +16,7 @@ def command(small: list[str], out: Path, *more: str) -> list[str]:
 
 
 def run(small: list[str], out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(small, out, *more), capture_output=True, text=True, cwd=ROOT, timeout=400)
+    return subprocess.run(command(small, out, *more), capture_output=True, text=True, cwd=ROOT, timeout=1100)
 
 
 def config(small: list[str], out: Path, *more: str) -> PipelineConfig:

@@ -42,7 +42,7 @@ TOY = Path(__file__).with_name("toy.py")
 
 
 def start(out: Path, behaviour: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(TOY), str(out), behaviour]
+    command = ["env", "--default-signal=HUP", sys.executable, str(TOY), str(out), behaviour]  # also under nohup
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
