@@ -204,7 +204,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     """What `run.json` tells of a run; a file that is damaged tells only that."""
     try:
         told = read_json(folder / "run.json")
-        if isinstance(told, dict) and {"run", "status", "made"} <= told.keys():
+        if isinstance(told, dict) and {"run", "status", "made", "stages"} <= told.keys():
             return told
     except ArtifactError:
         pass

@@ -12,7 +12,7 @@ from pipeline.command import command
 from pipeline.config import ConfigError, PipelineConfig, parse
 from pipeline.dag import STAGES, Stage, stage_params
 from pipeline.run import MLFLOW_STATUS, read_run, resolve, status_of, tracker_for
-from stages.artifacts import RECORD, Artifact, Layout
+from stages.artifacts import Artifact, ArtifactError, Layout
 from stages.tracking import STOPPED, Tracker
 
 HELP = """\
@@ -57,15 +57,19 @@ def main(args: Sequence[str]) -> int:
 
 def _tell(tracker: Tracker, config: PipelineConfig, run: Mapping[str, Any], stage: Stage) -> bool:
     """Tell of a stage what is there: of the artifact that the run made, whatever its config would make today."""
-    folder = Layout(Path(config.out).resolve()).artifact(stage.name, run["stages"][stage.name])
-    complete = (folder / RECORD).exists()
-    if not complete and not folder.with_name(folder.name + ".partial").exists():
-        return False  # never begun, or deleted
+    folder = Layout(Path(config.out).resolve()).artifact(stage.name, run["stages"].get(stage.name, "unknown"))
+    try:
+        made = Artifact.open(folder)
+    except ArtifactError:
+        # Failed or stopped in this stage; else it was never begun, or deleted, or damaged.
+        if run["status"] == "finished" or not folder.with_name(folder.name + ".partial").exists():
+            return False
+        made = None
     tracker.stage(stage.name, folder, stage_params(config, stage))
-    if complete:
-        tracker.finished(stage.name, Artifact.open(folder))
-    else:
+    if made is None:
         tracker.failed(stage.name, run.get("why", STOPPED))
+    else:
+        tracker.finished(stage.name, made)
     return True
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -93,9 +92,13 @@ def check_sent_later(out: Path) -> None:
     )
 
     [made] = (out / "artifacts").glob("datagen-*/")
-    shutil.rmtree(made)
+    (made / "record.json").write_text("{")
     told = track(out, other)
     assert (told.returncode, told.stderr) == (1, "error: datagen: no artifact of run toy is left to tell of\n")
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({key: record[key] for key in ("run", "status", "made")}))
+    told = track(out, other)
+    assert (told.returncode, "a run.json that cannot be read" in told.stderr) == (1, True), told.stderr
 
 
 def track(out: Path, uri: str) -> subprocess.CompletedProcess[str]:

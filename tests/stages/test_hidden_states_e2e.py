@@ -41,7 +41,7 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 LAYER_IDS = (1, 2, 3)
 ENGINE = EngineConfig(max_model_len=256, max_num_batched_tokens=128, max_num_seqs=8, num_actors=2, kv_cache_gib=0.25)
-CONFIG = HiddenStatesConfig(segment_gib=1 / 64)
+CONFIG = HiddenStatesConfig(segment_gib=1 / 64, sample_timeout_s=900.0)  # engines start within half of it anywhere
 
 
 @pytest.fixture(scope="module")
@@ -197,4 +197,4 @@ def test_a_start_that_fails_says_why(target: Target, cluster: None, tmp_path: Pa
         extractor_pool(target, LAYER_IDS, engine, CONFIG, work=tmp_path),
     ):
         pytest.fail("started")
-    assert time.monotonic() - started < 120
+    assert time.monotonic() - started < 400

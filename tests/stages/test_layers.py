@@ -83,7 +83,8 @@ def run_calibrate(made: tuple[Target, Corpus, Draft], tmp_path: Path) -> Run:
     def run(draft: DraftConfig) -> Any:
         config, store = CalibrateConfig(), HiddenStatesConfig()
         with Workspace(tmp_path / "artifacts" / "calibrate", "c").locked() as out:
-            return calibrate.run(config, *made, draft=draft, engine=ENGINE, hidden_states=store, out=out)
+            shared: dict[str, Any] = {"draft": draft, "engine": ENGINE, "hidden_states": store}
+            return calibrate.run(config, *made, **shared, max_sequence_tokens=512, out=out)
 
     return run
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from requests.exceptions import RequestException
+from sqlalchemy.exc import SQLAlchemyError
 
 from stages.artifacts import Artifact, Workspace
 from stages.tracking import Tracker, TrackingConfig
@@ -101,6 +105,13 @@ def test_a_stage_that_is_tried_again_goes_on_in_its_run_and_another_config_in_on
     assert failed.data.tags["dspark.failure"] == "out of memory"
     assert failed.info.status == "FAILED"
 
+    with tracked(tmp_path, "KILLED", lr=0.1) as tracker:
+        client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+        deadline = time.monotonic() + 60
+        while client.get_run(failed.data.tags["mlflow.parentRunId"]).info.status != "RUNNING":
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
     with Workspace(tmp_path / "artifacts" / "train-1", "1").locked() as out:
         out.events.metrics({"loss_nat": 1.0}, 7)
         made = out.commit(Artifact, counts={}, metrics={}, facts={})
@@ -159,3 +170,16 @@ def test_a_server_that_does_not_answer_is_named_and_told_later(
     assert why.startswith(uri)
     assert ("did not answer within 2 s" in why) == (server == "silent")
     assert steps(tmp_path, send(tmp_path, made)) == [1]
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), SQLAlchemyError("locked"), RequestException("reset")])
+def test_whatever_a_server_or_its_disk_raises_is_told_and_ends_no_run(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(uri: str) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr("stages.tracking.connect", connect)
+    tracker = Tracker(TrackingConfig(), tmp_path, tmp_path, {})
+    tracker.start()
+    assert str(tracker.close("FINISHED", timeout_s=60)).endswith(f": {error}")

@@ -144,7 +144,7 @@ def test_what_one_rank_cannot_have_ends_the_run_without_a_restart(
     started = time.monotonic()
     with pytest.raises((HiddenStatesError, TrainError), match=told):
         fit(job, Refused(job.target.folder, tmp_path / "opened", error))
-    assert time.monotonic() - started < 120  # rank 0 did not wait for gloo's time-out of half an hour
+    assert time.monotonic() - started < 400  # rank 0 did not wait for gloo's time-out of half an hour
     assert sorted((tmp_path / "opened").read_text().split()) == ["0", "1"]
 
 
