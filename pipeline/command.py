@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from typing import NoReturn
 
+HELP = {"-h", "--help", "help"}
 
-def command(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Run `main` on the command line's arguments, and exit with what it returns.
+
+def command(main: Callable[[Sequence[str]], int], told: str) -> NoReturn:
+    """Run `main` on the command line's arguments and exit with what it returns, or tell whoever asks for help.
 
     No terminal that lacks a character ends it, and a reader that has seen enough (`| head`) ends it without a
     traceback, with the status of a process that SIGPIPE has ended.
@@ -20,7 +22,11 @@ def command(main: Callable[[Sequence[str]], int]) -> NoReturn:
         if isinstance(stream, TextIOWrapper):  # None when it was closed by the caller
             stream.reconfigure(errors="replace")
     try:
-        code = main(sys.argv[1:])
+        if HELP.intersection(sys.argv[1:]):
+            print(told, end="")
+            code = 0
+        else:
+            code = main(sys.argv[1:])
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:

@@ -15,9 +15,9 @@ from pipeline import checks
 from pipeline.command import command
 from pipeline.config import ConfigError, PipelineConfig, parse
 from pipeline.console import table
-from pipeline.dag import NAMES, Node, plan
-from pipeline.run import resolve
-from stages.corpus import Corpus
+from pipeline.dag import Node, plan
+from pipeline.run import asked_stages, resolve
+from stages.corpus import Corpus, Split
 from stages.datagen.prompts import select
 from stages.draft.config import captured_layers
 from stages.draft.memory import FP32_BYTES, plan_memory
@@ -36,13 +36,10 @@ taken to be as long as the config allows. Any machine will do: it need not be ab
 
 def main(args: Sequence[str]) -> int:
     """Exit status 0, or 2 when the config is refused."""
-    if any(arg in ("-h", "--help", "help") for arg in args):
-        print(HELP, end="")
-        return 0
     try:
         request = parse(args)
         config, _ = resolve(request)
-        shape, nodes = checks.check_config(config, request.stages or NAMES), plan(config)
+        shape, nodes = checks.check_config(config, asked_stages(request)), plan(config)
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -75,8 +72,10 @@ def corpus_size(config: PipelineConfig, shape: TargetShape, datagen: Node) -> tu
     if datagen.complete:
         corpus = Corpus.load(datagen.workspace.final)
         longest = config.train.max_sequence_tokens
-        lengths = [min(len(s), longest) for split in ("train", "validation") for s in corpus.sequences(split)]
-        lengths += [len(sequence) for sequence in corpus.sequences("calibration")]
+        splits: list[Split] = ["train", "validation"]
+        if config.draft.confidence_head:
+            splits.append("calibration")
+        lengths = [min(len(sequence), longest) for split in splits for sequence in corpus.sequences(split)]
         return len(lengths), sum(lengths), True
     chosen = int(select(config.datagen, shape.vocab_size).is_chosen_R.sum())
     return chosen, chosen * config.datagen.max_sequence_tokens, False
@@ -131,4 +130,4 @@ def told(size: int) -> str:
 
 
 if __name__ == "__main__":
-    command(main)
+    command(main, HELP)

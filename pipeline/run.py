@@ -59,13 +59,10 @@ A run that was killed in any way goes on where it was when the same command is g
 
 def main(args: Sequence[str]) -> int:
     """Exit status: 0 done, 1 a stage failed, 2 refused before the start, 128 + n stopped by signal n."""
-    if any(arg in ("-h", "--help", "help") for arg in args):
-        print(HELP, end="")
-        return 0
     try:
         request = parse(args)
         config, run_id = resolve(request)
-        checks.check(config, request.stages or NAMES)
+        checks.check(config, asked_stages(request))
         nodes = plan(config)
         selected = select(request, nodes)
         return drive(config, run_id, nodes, selected)
@@ -90,21 +87,26 @@ def resolve(request: Request) -> tuple[PipelineConfig, str]:
     return load(folder / "config.yaml", request.overrides), request.run
 
 
+def asked_stages(request: Request) -> tuple[str, ...]:
+    """All stages, or those of `stages=`. Raises ConfigError for unknown ones."""
+    asked = request.stages or NAMES
+    for name in asked:
+        if name not in NAMES:
+            raise ConfigError(f"stages={','.join(asked)}: expected some of {', '.join(NAMES)}, found {name!r}")
+    return asked
+
+
 def select(request: Request, nodes: dict[str, Node]) -> tuple[str, ...]:
     """Stages that may be made. Raises ConfigError for unknown ones and for missing inputs."""
-    if request.stages is None:
-        return NAMES
-    for name in request.stages:
-        if name not in NAMES:
-            raise ConfigError(f"stages={','.join(request.stages)}: expected some of {', '.join(NAMES)}, found {name!r}")
-    for name in request.stages:
+    asked = asked_stages(request)
+    for name in asked:
         for needed in nodes[name].stage.inputs:
-            if not nodes[needed].complete and needed not in request.stages:
+            if not nodes[needed].complete and needed not in asked:
                 raise ConfigError(
-                    f"stages={','.join(request.stages)}: {name} needs {needed}, which is not complete "
+                    f"stages={','.join(asked)}: {name} needs {needed}, which is not complete "
                     f"({nodes[needed].reason}); add it to stages="
                 )
-    return request.stages
+    return asked
 
 
 def drive(config: PipelineConfig, run_id: str, nodes: dict[str, Node], selected: Sequence[str]) -> int:
@@ -253,4 +255,4 @@ def _domains(report: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    command(main)
+    command(main, HELP)

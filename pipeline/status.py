@@ -23,9 +23,6 @@ whether it is complete, and otherwise why `pipeline.run` with the same arguments
 
 def main(args: Sequence[str]) -> int:
     """Exit status 0, or 2 when the config is refused."""
-    if any(arg in ("-h", "--help", "help") for arg in args):
-        print(HELP, end="")
-        return 0
     try:
         config, _ = resolve(parse(args))
         nodes = plan(config)
@@ -57,4 +54,4 @@ def _run_row(path: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    command(main)
+    command(main, HELP)

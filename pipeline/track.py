@@ -25,9 +25,6 @@ and sends the difference; with another tracking.uri it sends everything there.
 
 def main(args: Sequence[str]) -> int:
     """Exit status 0 when all was sent, 1 when not, 2 when the run is not known."""
-    if not args or any(arg in ("-h", "--help", "help") for arg in args):
-        print(HELP, end="")
-        return 0
     try:
         request = parse(args)
         if request.run is None:
@@ -74,4 +71,4 @@ def _tell(tracker: Tracker, config: PipelineConfig, run: Mapping[str, Any], stag
 
 
 if __name__ == "__main__":
-    command(main)
+    command(main, HELP)

@@ -13,9 +13,6 @@ from pipeline.config import PipelineConfig
 
 def main(args: Sequence[str]) -> int:
     """Replaces this process by MLflow's server. Exit status 2 when there is nothing to show."""
-    if any(arg in ("-h", "--help", "help") for arg in args):
-        print("usage: " + str(__doc__))
-        return 0
     options = {"out": PipelineConfig("x").out, "port": "5000"}
     for arg in args:
         key, equals, value = arg.partition("=")
@@ -52,4 +49,4 @@ def main(args: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    command(main)
+    command(main, f"usage: {__doc__}\n")

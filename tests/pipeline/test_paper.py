@@ -42,7 +42,7 @@ def test_a_corpus_that_is_there_is_counted(tmp_path: Path) -> None:
         ids = np.zeros(length, dtype=np.int32)
         write_shard(node.workspace.path / f"{split}-00000.parquet", [TokenSequence("a", "", ids, ids > 0)])
     node.workspace.commit(Corpus, counts={}, metrics={}, facts={})
-    assert corpus_size(config, shape, nodes_of(config)["datagen"]) == (3, 100 + 50 + 120, True)
+    assert corpus_size(config, shape, nodes_of(config)["datagen"]) == (3, 100 + 50 + 100, True)
 
 
 def test_a_machine_that_could_not_upload_can_plan(
@@ -56,8 +56,9 @@ def test_a_machine_that_could_not_upload_can_plan(
 
 
 def test_what_a_run_would_refuse_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["conf=tiny", "train.lr=-1"]) == 2
-    assert capsys.readouterr().err.startswith("error: train.lr=-1")
+    for argument in ("train.lr=-1", "stages=training"):
+        assert main(["conf=tiny", argument]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {argument}")
 
 
 @pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1,023 B"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB")])

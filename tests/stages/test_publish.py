@@ -7,7 +7,7 @@ import hashlib
 import json
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -247,6 +247,18 @@ def test_draft_without_confidence_head_says_so(made: tuple, tmp_path: Path) -> N
     assert "no confidence head" in (release.folder / "README.md").read_text()
 
 
+def check_refused(
+    check: Callable[[PublishConfig], None], config: PublishConfig, message: str, made: tuple, folder: Path
+) -> None:
+    """In one line, by the check before the start and by the stage, which leaves nothing."""
+    with pytest.raises(ValueError, match=message) as error:
+        check(config)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=message):
+        publish(made, folder / "release", config)
+    assert not list((folder / "release.partial").iterdir())
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -260,12 +272,7 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_test")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    with pytest.raises(ValueError, match=message) as error:
-        check(config)
-    assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match=message):
-        publish(made, tmp_path / "release", config)
-    assert not list((tmp_path / "release.partial").iterdir())
+    check_refused(check, config, message, made, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -279,12 +286,7 @@ def test_machine_that_cannot_upload_is_refused_at_the_start(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     config = PublishConfig(repo_id=REPO)
     check(config)
-    with pytest.raises(ValueError, match=message) as error:
-        check_access(config)
-    assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match=message):
-        publish(made, tmp_path / "release", config)
-    assert not list((tmp_path / "release.partial").iterdir())
+    check_refused(check_access, config, message, made, tmp_path)
 
 
 class FakeHub(BaseHTTPRequestHandler):
